@@ -1,0 +1,1 @@
+"""Castwise: automatic mixed precision, and proof that the result is right."""
