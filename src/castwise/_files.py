@@ -1,7 +1,7 @@
 """Writing files so that a reader, or a run killed half way, never meets half a file.
 
-The text goes to a temporary file in the same folder, is flushed to the disk, and replaces the target in one step
-(``os.replace`` is atomic within a file system on POSIX and Windows). What was there before stays until the new file is whole.
+The text goes to a temporary file in the same folder, is flushed to the disk, and replaces the target in one step:
+``os.replace`` is atomic within a file system on POSIX and Windows. The old file stays until the new one is whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     """Write ``data`` to ``path`` atomically; missing parent folders are made.
 
-    A symbolic link is followed: the file it points to is replaced, the link stays. An existing file keeps its permissions.
+    A symbolic link is followed: the file it points to is replaced, the link stays. A file that was there keeps its
+    permissions.
 
     Returns:
         The path written, as a ``Path``.
@@ -40,7 +41,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> Path:
     path = Path(path)
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile.mkstemp: its files are private (0600), and the umask that others get cannot be read without setting it.
+    # Not tempfile.mkstemp: its files are private (0600), and the umask that others get cannot be read without setting
+    # it for the whole process.
     temporary = target.with_name(f".castwise-{secrets.token_hex(8)}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
