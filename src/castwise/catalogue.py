@@ -7,7 +7,8 @@ libraries can compute is measured, not written by hand (``catalogue_kernels.toml
 How an op's format follows from its entry, when no user rule says otherwise (``default_rule``):
 
 1. An entry may name its rule outright, where class and hazards would mislead. Few do, each with its reason.
-2. Products (matmul, conv, attention, rnn) run LOW: they are what 16-bit hardware makes faster, and it sums them in fp32.
+2. Products (matmul, conv, attention, rnn) run LOW: 16-bit hardware makes them faster, and it sums them in fp32. In 8
+   bits only bare products do: a fused attention or recurrent kernel would carry its softmax or gates in 8 bits too.
 3. An op with a hazard in the low format runs HIGH. Hazards differ by format. A *range* hazard (a square, a reciprocal,
    a long sum) can leave fp16 or fp8 at either end, but not bf16, which has the exponent of fp32. A *mantissa* hazard
    (a long sum's digits, a logarithm near 1, a loss, a position) wants more digits than any 16-bit format has.
@@ -32,8 +33,10 @@ from castwise.errors import CatalogueError, nearest
 
 __all__ = [
     "DEVICE_KINDS",
+    "EIGHT_BITS",
     "FRAMEWORKS",
     "NARROW_RANGE",
+    "NO_ARITHMETIC",
     "PRODUCTS",
     "SHORT_MANTISSA",
     "Catalogue",
@@ -49,11 +52,12 @@ __all__ = [
 
 FRAMEWORKS = ("torch", "jax", "tensorflow", "onnx")
 DEVICE_KINDS = ("cpu", "cuda")
+EIGHT_BITS = ("fp8_e4m3", "fp8_e5m2")
 # Formats whose exponent is shorter than fp32's, and formats whose mantissa is at most half of fp32's 23 bits: the ones
 # that a range hazard and a mantissa hazard endanger. Spelt out to keep this module independent; a test compares them
 # with formats.FORMATS.
-NARROW_RANGE = ("fp16", "fp8_e4m3", "fp8_e5m2")
-SHORT_MANTISSA = ("tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
+NARROW_RANGE = ("fp16", *EIGHT_BITS)
+SHORT_MANTISSA = ("tf32", "bf16", "fp16", *EIGHT_BITS)
 _HAZARDS = {"range": NARROW_RANGE, "mantissa": SHORT_MANTISSA}
 
 
@@ -88,7 +92,26 @@ class OpClass(StrEnum):
 
 
 PRODUCTS = frozenset({OpClass.MATMUL, OpClass.CONV, OpClass.ATTENTION, OpClass.RNN})
+# Products with other steps inside the same kernel: not bare enough for 8 bits.
+_FUSED_PRODUCTS = frozenset({OpClass.ATTENTION, OpClass.RNN})
 _ALWAYS_HIGH = frozenset({OpClass.LINALG, OpClass.FFT})
+# Classes whose formats are not a policy's to choose: their values come out as they went in, are no floating values, or
+# have the format that the caller asked for.
+NO_ARITHMETIC = frozenset(
+    {
+        OpClass.VIEW,
+        OpClass.COPY,
+        OpClass.CAST,
+        OpClass.INDEX,
+        OpClass.COMPARE,
+        OpClass.INTEGER,
+        OpClass.RANDOM,
+        OpClass.CREATE,
+        OpClass.QUERY,
+        OpClass.CONTROL,
+        OpClass.COMMUNICATION,
+    }
+)
 
 
 class Rule(StrEnum):
@@ -176,10 +199,14 @@ def default_rule(entry: OpEntry, fmt: str) -> Rule:
 
     Args:
         entry: the op's catalogue entry.
-        fmt: canonical name of the low format, as in ``castwise.formats`` ("bf16", "fp16", ...).
+        fmt: canonical name of the low format, as in ``castwise.formats`` ("bf16", "fp16", "fp8_e4m3", ...).
+
+    The module's docstring explains the order of the decisions.
     """
     if entry.rule is not None:
         return entry.rule
+    if entry.op_class in _FUSED_PRODUCTS and fmt in EIGHT_BITS:
+        return Rule.HIGH
     if entry.op_class in PRODUCTS:
         return Rule.LOW
     if entry.hazards.get(fmt) or entry.op_class in _ALWAYS_HIGH:
@@ -189,7 +216,9 @@ def default_rule(entry: OpEntry, fmt: str) -> Rule:
 
 # Namespaces whose name is part of the op's aten name: torch.linalg.norm is aten::linalg_norm.
 _JOINED_NAMESPACE = re.compile(r"^(linalg|fft|special|sparse|masked|signal\.windows)\.")
-_DROPPED_NAMESPACE = re.compile(r"^(aten::|torch\.|_VF\.|ops\.aten\.|Tensor\.|nn\.functional\.|functional\.|nn\.init\.|_C\._nn\.)+")
+_DROPPED_NAMESPACE = re.compile(
+    r"^(aten::|torch\.|ops\.aten\.|_C\._nn\.|_VF\.|Tensor\.|nn\.functional\.|functional\.|nn\.init\.)+"
+)
 # Backward ops that aten spells after their forward, and no entry of their own: convolution_backward, gelu_backward.
 _BACKWARD = re.compile(r"(_double)?_backward$")
 
@@ -245,8 +274,9 @@ class Catalogue:
 
 # ---- reading the data ----------------------------------------------------------------------------------------------
 
-_GROUP_KEYS = frozenset({"class", "hazard", "rule", "accumulates_wide", "selects", "mixed", "composite", "why", "plain", "ops"})
-_OP_KEYS = (_GROUP_KEYS - {"why", "plain", "ops"}) | {"note", *FRAMEWORKS}
+_SHARED_KEYS = frozenset({"class", "hazard", "rule", "accumulates_wide", "selects", "mixed", "composite"})
+_GROUP_KEYS = _SHARED_KEYS | {"why", "plain", "ops"}
+_OP_KEYS = _SHARED_KEYS | {"note", *FRAMEWORKS}
 
 
 def _fail(where: str, problem: str, remedy: str) -> CatalogueError:
