@@ -3,8 +3,8 @@
 With ``q`` the spacing of the format's grid around ``x`` and ``p`` the bits of the significand of the dtype ``x`` comes
 in, adding and then subtracting ``2 ** (p - 1) * q`` leaves ``x`` rounded to a multiple of ``q``, half to even, because
 that is what the processor's own addition does. ``q`` is read off the exponent bits, never below the spacing of the
-format's subnormals. Where the format has the exponent range of the dtype (bfloat16 and tf32 from float32) that sum could
-overflow; there, integer arithmetic on the bits rounds.
+format's subnormals. Where the format has the exponent range of the dtype (bfloat16 and tf32 from float32) that sum
+could overflow; there, integer arithmetic on the bits rounds.
 
 Work is done in pieces that stay in the processor's cache, which makes long arrays about twice as fast as whole-array
 passes, and keeps the extra memory small.
@@ -17,16 +17,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from castwise.errors import FormatError
 
 if TYPE_CHECKING:
     from castwise.formats import NumberFormat
 
-__all__ = ["Floats", "cut", "nearest", "stochastic"]
+__all__ = ["PIECE", "Floats", "as_floats", "cut", "nearest", "stochastic"]
 
 Floats = NDArray[np.floating[Any]]
 _Integers = NDArray[np.signedinteger[Any]]
 
+_LARGEST_EXACT_INTEGER = 2**53  # in float64
 PIECE = 1 << 15  # values: with their temporaries they fit a second-level cache of 512 KiB
 
 
@@ -77,6 +80,25 @@ _LAYOUTS = {
     np.dtype(np.float32): _Layout(np.float32, np.int32, exponent_bits=8, mantissa_bits=23),
     np.dtype(np.float64): _Layout(np.float64, np.int64, exponent_bits=11, mantissa_bits=52),
 }
+
+
+def as_floats(x: ArrayLike) -> tuple[Floats, tuple[int, ...]]:
+    """``x`` flattened, as float32 or float64 without loss, and its shape.
+
+    Raises:
+        FormatError: ``x`` is not real numbers, or some of them are not float64 values.
+    """
+    array = np.asarray(x)
+    kind = array.dtype.kind
+    if kind in "biu" or array.dtype == np.float64:
+        wide: type[np.floating[Any]] = np.float64
+    elif np.can_cast(array.dtype, np.float32, "safe"):
+        wide = np.float32
+    else:
+        raise FormatError(f"Cannot round values of dtype {array.dtype}: give an array of float32 or float64.")
+    if kind in "iu" and array.size and max(int(array.max()), -int(array.min())) > _LARGEST_EXACT_INTEGER:
+        raise FormatError("Cannot round integers beyond 2**53 exactly: convert them to float64 first.")
+    return np.ascontiguousarray(array, dtype=wide).reshape(-1), array.shape
 
 
 def cut(values: Floats) -> Iterator[Floats]:

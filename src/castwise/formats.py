@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """A binary floating-point format: sign bit, ``exponent_bits``, and ``mantissa_bits`` stored (a leading 1 is implied).
+    """A binary floating-point format: a sign bit, ``exponent_bits``, ``mantissa_bits`` stored (a leading 1 is implied).
 
     Compare formats with ``==``; print one to get its short name.
     """
@@ -232,17 +232,14 @@ def widest(*formats: NumberFormat) -> NumberFormat:
 
 # ----------------------------------------------------------------------------------------------------------- rounding
 
-_READ_AS_FLOAT32 = frozenset(dtype for dtype in _STORED_AS.values() if dtype.itemsize <= 4)
-_LARGEST_EXACT_INTEGER = 2**53  # in float64
-
 
 def round_to_nearest(x: ArrayLike, fmt: NumberFormat, *, saturate: bool = False) -> Floats:
     """``x`` rounded to the nearest value of ``fmt``, ties to the even neighbour: an exact cast there and back.
 
-    The rounding is that of IEEE 754 (roundTiesToEven) and of the OCP FP8 specification, subnormals included. A magnitude
-    that rounds beyond ``fmt.max`` becomes infinite, or NaN in fp8_e4m3, which has no infinity. NaN stays NaN, and the
-    sign of zero is kept. Frameworks differ beyond ``fmt.max``: torch's CPU cast to float8_e4m3fn is the saturating one,
-    JAX's is not.
+    The rounding is that of IEEE 754 (roundTiesToEven) and of the OCP FP8 specification, subnormals included. A
+    magnitude that rounds beyond ``fmt.max`` becomes infinite, or NaN in fp8_e4m3, which has no infinity. NaN stays NaN,
+    and the sign of zero is kept. Frameworks differ beyond ``fmt.max``: torch's CPU cast to float8_e4m3fn is the
+    saturating one, JAX's is not.
 
     Args:
         x: any shape; float32 or float64. Integers and Python numbers are taken as float64, narrower floats as float32.
@@ -255,7 +252,7 @@ def round_to_nearest(x: ArrayLike, fmt: NumberFormat, *, saturate: bool = False)
     Raises:
         FormatError: ``x`` is not real numbers, or has more precision than float64.
     """
-    values, shape = _as_floats(x)
+    values, shape = _rounding.as_floats(x)
     out = np.empty_like(values)
     _rounding.nearest(values, fmt, saturate, out)
     return out.reshape(shape)
@@ -281,7 +278,7 @@ def round_stochastic(x: ArrayLike, fmt: NumberFormat, rng: np.random.Generator, 
     Raises:
         FormatError: ``x`` is not real numbers, or has more precision than float64.
     """
-    values, shape = _as_floats(x)
+    values, shape = _rounding.as_floats(x)
     out = np.empty_like(values)
     _rounding.stochastic(values, fmt, saturate, rng, out)
     return out.reshape(shape)
@@ -312,7 +309,7 @@ def range_shares(x: ArrayLike, fmt: NumberFormat) -> RangeShares:
     Raises:
         FormatError: ``x`` is not real numbers, or has more precision than float64.
     """
-    values, _ = _as_floats(x)
+    values, _ = _rounding.as_floats(x)
     buffer = np.empty(min(_rounding.PIECE, values.size), values.dtype)
     finite = finite_after = nonzero = nonzero_after = normal_after = 0
     for piece in _rounding.cut(values):
@@ -333,18 +330,3 @@ def range_shares(x: ArrayLike, fmt: NumberFormat) -> RangeShares:
         nonzero=in_play,
         nonfinite=nonfinite,
     )
-
-
-def _as_floats(x: ArrayLike) -> tuple[Floats, tuple[int, ...]]:
-    """``x`` flattened, as float32 or float64 without loss, and its shape."""
-    array = np.asarray(x)
-    dtype = array.dtype.newbyteorder("=")
-    if dtype in _READ_AS_FLOAT32:
-        wide: type[np.floating[Any]] = np.float32
-    elif dtype == np.float64 or dtype.kind in "iub":
-        wide = np.float64
-    else:
-        raise FormatError(f"Cannot round values of dtype {array.dtype}: give an array of float32 or float64.")
-    if dtype.kind in "iu" and array.size and max(int(array.max()), -int(array.min())) > _LARGEST_EXACT_INTEGER:
-        raise FormatError("Cannot round integers beyond 2**53 exactly: convert them to float64 first.")
-    return np.ascontiguousarray(array, dtype=wide).reshape(-1), array.shape
