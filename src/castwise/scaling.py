@@ -255,13 +255,18 @@ def stalled_message(state: ScaleState, config: ScalingConfig) -> str:
         config: the knobs the run used.
     """
     if not config.enabled:
-        where, remedy = "without loss scaling", "Loss scaling would not help: it guards against underflow, not this."
+        where, remedy = (
+            "without loss scaling",
+            "Loss scaling would not help: it is there for gradients that are too small.",
+        )
     elif not config.dynamic:
         where = f"at the fixed loss scale of {state.scale:g}"
         remedy = "If a lower scale cures it, the scale was the cause: set scaling.dynamic = true or lower init_scale."
     else:
         where = f"at the lowest loss scale allowed (scaling.min_scale = {config.min_scale:g})"
-        remedy = "The loss scale is not the cause: lowering it further would not help."
+        remedy = "The loss scale is not the cause: it is as good as off already."
+        if config.min_scale > 1.0:
+            remedy = "First try scaling.min_scale = 1; if that stalls too, the loss scale is not the cause."
     return f"""\
 Training has stalled: the last {state.floor_skips} steps in a row had infinite or NaN gradients {where} and were \
 skipped ({state.skipped} of {state.steps} steps in all). {remedy} Likely causes:
@@ -322,16 +327,15 @@ def scale_from_histogram(
 ) -> float:
     """An initial loss scale chosen from gradients that were seen, instead of guessed.
 
-    The largest power of two that keeps the largest gradient below ``fmt.max / 2**headroom_bits`` (so that "its
-    product with the maximum absolute gradient value is below 65,504", as arXiv:1710.03740 puts it for float16), but no larger
-    than it takes to lift the smallest gradient to ``fmt.smallest_normal``, and not below 1 unless the largest demands
-    it.
+    The largest power of two that keeps the largest gradient below ``fmt.max / 2**headroom_bits`` (arXiv:1710.03740 asks
+    for a product "with the maximum absolute gradient value" below 65,504 in float16), but no larger than it takes to
+    lift the smallest gradient to ``fmt.smallest_normal``, and not below 1 unless the largest demands it.
 
     Args:
         log2_counts: of ``gradient_histogram``; exponents with a count of 0 are ignored.
         fmt: the format that gradients are kept in.
-        config: its ``min_scale`` and ``max_scale`` bound the result, its ``init_scale`` is the result when all gradients
-            are zero; the defaults of ``ScalingConfig`` where not given.
+        config: its ``min_scale`` and ``max_scale`` bound the result, its ``init_scale`` is the result when all
+            gradients are zero; the defaults of ``ScalingConfig`` where not given.
         headroom_bits: how many doublings of the gradients the scale survives.
 
     Returns:
