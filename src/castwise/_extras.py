@@ -1,8 +1,8 @@
 """Front ends ask here for their framework, so that a missing one is always answered with the extra to install.
 
-Castwise's core runs on NumPy, SciPy and ml_dtypes alone. Each front end (``castwise.torch``, ``castwise.jax``, …) starts
-with ``require("torch", extra="torch")``; where the framework is absent, the reader learns what to type instead of
-meeting a bare ``ModuleNotFoundError`` from deep inside.
+Castwise's core runs on NumPy, SciPy and ml_dtypes alone. Each front end (``castwise.torch``, ``castwise.jax``, …)
+starts with ``require("torch", extra="torch")``; where the framework is absent, the reader learns what to type instead
+of meeting a bare ``ModuleNotFoundError`` from deep inside.
 """
 
 from __future__ import annotations
