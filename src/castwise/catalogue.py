@@ -150,6 +150,7 @@ class OpEntry:
         accumulates_wide: no running sum is carried in the format of the inputs. True where there is nothing to sum.
         selects: every output value is an input value, a constant or exact in any format: the op rounds nothing.
         mixed: how inputs of different floating formats are met under WIDEST.
+        stores_constant: a Python number given to the op lands in its result (masked_fill, pad): it must fit the format.
         composite: holds products; a front end decides the ops inside instead of this one.
         names: framework -> spellings. torch: base names without namespace, overload or in-place underscore;
             jax: primitive names; tensorflow and onnx: op types.
@@ -166,6 +167,7 @@ class OpEntry:
     selects: bool = False
     mixed: Mixed = Mixed.WIDEST
     composite: bool = False
+    stores_constant: bool = False
     names: Mapping[str, tuple[str, ...]] = _NONE
     no_kernel: Mapping[str, tuple[str, ...]] = _NONE
     note: str = ""
@@ -274,7 +276,7 @@ class Catalogue:
 
 # ---- reading the data ----------------------------------------------------------------------------------------------
 
-_SHARED_KEYS = frozenset({"class", "hazard", "rule", "accumulates_wide", "selects", "mixed", "composite"})
+_SHARED_KEYS = frozenset({"class", "hazard", "rule", "accumulates_wide", "selects", "mixed", "composite", "stores_constant"})
 _GROUP_KEYS = _SHARED_KEYS | {"why", "plain", "ops"}
 _OP_KEYS = _SHARED_KEYS | {"note", *FRAMEWORKS}
 
@@ -345,6 +347,7 @@ def _entry(name: str, op: Mapping[str, Any], group: Mapping[str, Any]) -> OpEntr
         selects=_flag(where, both, "selects", False),
         mixed=_member(where, "mixed", Mixed, both.get("mixed", Mixed.WIDEST)),
         composite=_flag(where, both, "composite", False),
+        stores_constant=_flag(where, both, "stores_constant", False),
         names=_spellings(where, name, op),
         note=op.get("note", group.get("why", "")),
     )
