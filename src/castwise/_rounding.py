@@ -90,7 +90,7 @@ def as_floats(x: ArrayLike) -> tuple[Floats, tuple[int, ...]]:
     """
     array = np.asarray(x)
     kind = array.dtype.kind
-    if kind in "biu" or array.dtype == np.float64:
+    if kind in "biu" or array.dtype.newbyteorder("=") == np.float64:
         wide: type[np.floating[Any]] = np.float64
     elif np.can_cast(array.dtype, np.float32, "safe"):
         wide = np.float32
@@ -98,7 +98,8 @@ def as_floats(x: ArrayLike) -> tuple[Floats, tuple[int, ...]]:
         raise FormatError(f"Cannot round values of dtype {array.dtype}: give an array of float32 or float64.")
     if kind in "iu" and array.size and max(int(array.max()), -int(array.min())) > _LARGEST_EXACT_INTEGER:
         raise FormatError("Cannot round integers beyond 2**53 exactly: convert them to float64 first.")
-    return np.ascontiguousarray(array, dtype=wide).reshape(-1), array.shape
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return np.ascontiguousarray(array, dtype=wide).reshape(-1), array.shape
 
 
 def cut(values: Floats) -> Iterator[Floats]:
