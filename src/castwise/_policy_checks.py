@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from castwise._frozen import FrozenMap
 from castwise._policy_text import toml_key
 from castwise.catalogue import FRAMEWORKS, OpClass, Rule, load_catalogue
 from castwise.errors import FormatError, HardwareError, PolicyError, did_you_mean, nearest
 from castwise.formats import FORMATS, NumberFormat, parse_format
+
+if TYPE_CHECKING:
+    from castwise.hardware import Device
 
 __all__ = ["check_bool", "checked_format", "checked_ops", "device_named", "refuse_low"]
 
@@ -70,7 +74,8 @@ def _check_op_key(key: object) -> None:
         entry = catalogue.lookup(framework, plain)
         if entry is not None:
             raise PolicyError(f"{where}: that is {framework}'s own name. Write the catalogue's: {entry.name!r}.")
-    close = nearest(plain, catalogue.entries) or [f"class:{name}" for name in nearest(plain, classes)]
+    classes_by_name = {name: f"class:{name}" for name in classes}
+    close = [classes_by_name.get(name, name) for name in nearest(plain, [*classes, *catalogue.entries])]
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise PolicyError(
         f"{where}: the catalogue has no such op.{hint} A class of ops is written 'class:norm', a custom op with its "
@@ -87,13 +92,13 @@ def refuse_low(ops: Mapping[str, str], why: str, where: str = "") -> None:
             )
 
 
-def device_named(key: str) -> str | None:
-    """The table name of the device that an override's key means; ``None`` for a kind of device."""
-    from castwise.hardware import KINDS, get_device
+def device_named(key: str) -> Device | None:
+    """The device that an override's key means; ``None`` for a kind of device. Raises ``PolicyError`` for neither."""
+    from castwise.hardware import KINDS, get_device  # only policies with overrides need the table
 
     if key in KINDS:
         return None
     try:
-        return get_device(key).name
+        return get_device(key)
     except HardwareError as error:
-        raise PolicyError(f"devices.{key}: {error} A kind is known too: {', '.join(KINDS)}.") from None
+        raise PolicyError(f"devices.{toml_key(key)}: {error} Kinds of device: {', '.join(KINDS)}.") from None

@@ -205,7 +205,8 @@ def checked_override(policy: Policy, device: str, override: object) -> FrozenMap
     # Knobs are checked with the policy's, below: alone, an init_scale might lie outside of limits that the policy sets.
     without_knobs = {key: value for key, value in table.items() if key not in ("scaling", "guard")}
     alone = to_dict(_prefixed(f"{where}.", lambda: from_dict({"format": "auto", **without_knobs})))
-    canonical = {key: alone.get(key, value) for key, value in table.items()}
+    # Empty tables and lists add nothing; TOML could not even write an empty list of tables.
+    canonical = {key: alone.get(key, value) for key, value in table.items() if value not in ({}, [], ())}
     plain = dataclasses.replace(policy, devices={})
     _prefixed(f"{where}.", lambda: with_override(plain, canonical))
     return FrozenMap({key: _frozen(value) for key, value in canonical.items()})
@@ -254,9 +255,11 @@ def _write_table(lines: list[str], path: str, table: Mapping[str, Any]) -> None:
     lines.extend(f"{toml_key(key)} = {_toml_value(value)}" for key, value in table.items() if key not in nested)
     for key, value in nested.items():
         inner = f"{path}{toml_key(key)}"
-        header = f"[[{inner}]]" if isinstance(value, list) else f"[{inner}]"
         for item in value if isinstance(value, list) else [value]:
-            lines.extend(["", header] if lines else [header])
+            if isinstance(value, list):
+                lines.extend(["", f"[[{inner}]]"])
+            elif not item or not all(isinstance(part, dict) for part in item.values()):
+                lines.extend(["", f"[{inner}]"])  # a table of tables needs no header of its own
             _write_table(lines, f"{inner}.", item)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,8 +120,9 @@ class Policy:
             a custom op with its namespace (``"mylib::attention"``); a name wins over a class. Values: ``"low"``,
             ``"high"``, ``"widest"`` (leave the inputs, mixed ones go to the widest) or a format.
         layers: rules for parts of the model; they win over ``ops``, later ones over earlier ones.
-        devices: what to change on some devices: device name, alias or kind (``"cpu"``) -> any keys but ``devices``.
-            A kind is applied first, a name after it; ``ops`` are added, ``layers`` appended, the rest replaced.
+        devices: what to change on some devices: a kind (``"cpu"``), architecture (``"sm_75"``) or product (``"t4"``)
+            -> any keys but ``devices``. Applied in that order; ``ops`` and single knobs of ``scaling`` and ``guard``
+            are added, ``layers`` appended, the rest replaced.
         scaling: the knobs of loss scaling, where the loss is scaled.
         scaling_enabled: whether it is; ``None``: where a format in use has a smaller range than float32 (float16, fp8).
         weights: how weights that are stored in 16 bits are kept from losing small updates; one of ``WEIGHTS``.
@@ -133,7 +134,7 @@ class Policy:
 
     format: str = "auto"
     ops: Mapping[str, str] = field(default_factory=FrozenMap)
-    layers: tuple[LayerRule, ...] = ()
+    layers: Sequence[LayerRule] = ()  # kept as a tuple
     devices: Mapping[str, Mapping[str, object]] = field(default_factory=FrozenMap)
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     scaling_enabled: bool | None = None
@@ -238,7 +239,7 @@ class Policy:
         on any more and are dropped.
         """
         resolved = self
-        for key in self._device_keys(device):
+        for key in self._device_keys(device) if device is not None else []:
             resolved = _policy_text.with_override(resolved, self.devices[key])
         if resolved.format == "auto":
             best = device.best_16bit() if device is not None else None
@@ -360,13 +361,18 @@ class Policy:
             checked[key] = _policy_text.checked_override(self, key, override)
         return FrozenMap(checked)
 
-    def _device_keys(self, device: Device | None) -> list[str]:
-        """The overrides that speak about ``device``, the general ones first."""
-        if device is None:
-            return []
-        kinds = [key for key in self.devices if key == device.kind]
-        names = [key for key in self.devices if key not in kinds and device_named(key) == device.name]
-        return kinds + names
+    def _device_keys(self, device: Device) -> list[str]:
+        """The overrides that speak about ``device``, the general ones first: kind, architecture, product."""
+        levels: tuple[list[str], list[str], list[str]] = ([], [], [])
+        for key in self.devices:
+            named = device_named(key)
+            if named is None:
+                levels[0].extend([key] * (key == device.kind))
+            elif named.key == named.arch == device.arch:
+                levels[1].append(key)
+            elif named.key == device.key:
+                levels[2].append(key)
+        return [key for level in levels for key in level]
 
 
 def _checked_layers(layers: object) -> tuple[LayerRule, ...]:
