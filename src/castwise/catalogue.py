@@ -1,8 +1,8 @@
 """The op catalogue: what each operation is, and how much rounding it can bear.
 
 A format policy has to hold in every framework and on every device, so what it knows about operations is kept once,
-as data (``catalogue.toml``), and front ends look ops up under their own framework's spelling. What the installed
-libraries can compute is measured, not written by hand (``catalogue_kernels.toml``).
+as data (``catalogue.toml``), and front ends look ops up under their own framework's spelling. Which 16-bit kernels
+torch lacks is measured, not written by hand (``catalogue_kernels.toml``, by ``tools/generate_no_kernel.py``).
 
 How an op's format follows from its entry, when no user rule says otherwise (``default_rule``):
 
@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from castwise._frozen import FrozenMap
 from castwise.errors import CatalogueError, nearest
@@ -35,6 +33,7 @@ __all__ = [
     "DEVICE_KINDS",
     "EIGHT_BITS",
     "FRAMEWORKS",
+    "HAZARDS",
     "NARROW_RANGE",
     "NO_ARITHMETIC",
     "PRODUCTS",
@@ -46,7 +45,6 @@ __all__ = [
     "Rule",
     "default_rule",
     "load_catalogue",
-    "parse_catalogue",
     "torch_base_name",
 ]
 
@@ -58,7 +56,7 @@ EIGHT_BITS = ("fp8_e4m3", "fp8_e5m2")
 # with formats.FORMATS.
 NARROW_RANGE = ("fp16", *EIGHT_BITS)
 SHORT_MANTISSA = ("tf32", "bf16", "fp16", *EIGHT_BITS)
-_HAZARDS = {"range": NARROW_RANGE, "mantissa": SHORT_MANTISSA}
+HAZARDS = FrozenMap({"range": NARROW_RANGE, "mantissa": SHORT_MANTISSA})
 
 
 class OpClass(StrEnum):
@@ -134,7 +132,6 @@ class Mixed(StrEnum):
     KEEP = "keep"
 
 
-_Choice = TypeVar("_Choice", bound=StrEnum)
 _NONE: FrozenMap[str, Any] = FrozenMap()
 
 
@@ -154,8 +151,8 @@ class OpEntry:
         composite: holds products; a front end decides the ops inside instead of this one.
         names: framework -> spellings. torch: base names without namespace, overload or in-place underscore;
             jax: primitive names; tensorflow and onnx: op types.
-        no_kernel: device kind ("cpu", "cuda") -> formats in which torch cannot compute the op forward and backward
-            there, although it can in fp32.
+        no_kernel: device kind ("cpu", "cuda") -> 16-bit formats in which torch cannot compute the op there, forward or
+            backward, although it can in fp32.
         note: why the entry is as it is.
     """
 
@@ -274,121 +271,9 @@ class Catalogue:
         return (entry for entry in self.entries.values() if entry.op_class is op_class)
 
 
-# ---- reading the data ----------------------------------------------------------------------------------------------
-
-_SHARED_KEYS = frozenset({"class", "hazard", "rule", "accumulates_wide", "selects", "mixed", "composite", "stores_constant"})
-_GROUP_KEYS = _SHARED_KEYS | {"why", "plain", "ops"}
-_OP_KEYS = _SHARED_KEYS | {"note", *FRAMEWORKS}
-
-
-def _fail(where: str, problem: str, remedy: str) -> CatalogueError:
-    return CatalogueError(f"catalogue entry {where}: {problem}. {remedy}")
-
-
-def _check_keys(where: str, table: Mapping[str, Any], allowed: frozenset[str]) -> None:
-    for key in table:
-        if key not in allowed:
-            close = nearest(key, sorted(allowed), n=1) or sorted(allowed)
-            raise _fail(where, f"unknown key {key!r}", f"Use {' or '.join(close)}.")
-
-
-def _flag(where: str, table: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = table.get(key, default)
-    if not isinstance(value, bool):
-        raise _fail(where, f"{key} is {value!r}", "Write true or false.")
-    return value
-
-
-def _member(where: str, key: str, kind: type[_Choice], value: object) -> _Choice:
-    try:
-        return kind(str(value))
-    except ValueError:
-        raise _fail(where, f"{key} is {value!r}", f"Use one of {', '.join(kind)}.") from None
-
-
-@functools.cache
-def _hazards(where: str, text: str) -> Mapping[str, frozenset[str]]:
-    """Expand "range mantissa" to format -> hazards."""
-    by_format: dict[str, set[str]] = {}
-    for hazard in text.split():
-        if hazard not in _HAZARDS:
-            raise _fail(where, f"unknown hazard {hazard!r}", f"Use {' or '.join(_HAZARDS)}.")
-        for fmt in _HAZARDS[hazard]:
-            by_format.setdefault(fmt, set()).add(hazard)
-    return FrozenMap({fmt: frozenset(found) for fmt, found in by_format.items()})
-
-
-def _spellings(where: str, name: str, op: Mapping[str, Any]) -> Mapping[str, tuple[str, ...]]:
-    names: dict[str, tuple[str, ...]] = {}
-    for framework in FRAMEWORKS:
-        text = op.get(framework, name if framework == "torch" else "")
-        if not isinstance(text, str):
-            raise _fail(where, f"{framework} is {text!r}", "Write the spellings in one string, separated by spaces.")
-        if text:
-            names[framework] = tuple(text.split())
-    if not names:
-        raise _fail(where, "no framework spells it", "Add a spelling, or remove the entry.")
-    return FrozenMap(names)
-
-
-def _entry(name: str, op: Mapping[str, Any], group: Mapping[str, Any]) -> OpEntry:
-    where = f"{name!r}"
-    if not isinstance(op, Mapping):
-        raise _fail(where, f"is {op!r}", "Write a table, {} where there is nothing to add.")
-    _check_keys(where, op, _OP_KEYS)
-    both = {**group, **op}
-    rule = both.get("rule")
-    return OpEntry(
-        name=name,
-        op_class=_member(where, "class", OpClass, both.get("class")),
-        hazards=_hazards(where, both["hazard"]) if both.get("hazard") else _NONE,
-        rule=None if rule is None else _member(where, "rule", Rule, rule),
-        accumulates_wide=_flag(where, both, "accumulates_wide", True),
-        selects=_flag(where, both, "selects", False),
-        mixed=_member(where, "mixed", Mixed, both.get("mixed", Mixed.WIDEST)),
-        composite=_flag(where, both, "composite", False),
-        stores_constant=_flag(where, both, "stores_constant", False),
-        names=_spellings(where, name, op),
-        note=op.get("note", group.get("why", "")),
-    )
-
-
-def _group_entries(group: Mapping[str, Any]) -> Iterator[OpEntry]:
-    ops = {name: {} for name in group.get("plain", "").split()} | group.get("ops", {})
-    where = f"group of {next(iter(ops), 'no ops')!r}"
-    _check_keys(where, group, _GROUP_KEYS)
-    if not group.get("why"):
-        raise _fail(where, "has no reason", "Say why its ops belong together in `why`.")
-    return (_entry(name, op, group) for name, op in ops.items())
-
-
-def parse_catalogue(text: str) -> Catalogue:
-    """Read a catalogue from TOML text, in the layout that the head of ``catalogue.toml`` describes.
-
-    Raises:
-        CatalogueError: the text is not TOML, or an entry is not well formed; the message names the entry.
-    """
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise CatalogueError(f"The catalogue is not valid TOML: {error}. Correct that line.") from error
-    entries: dict[str, OpEntry] = {}
-    index: dict[str, dict[str, OpEntry]] = {framework: {} for framework in FRAMEWORKS}
-    for group in data.get("group", []):
-        for entry in _group_entries(group):
-            if entry.name in entries:
-                raise _fail(f"{entry.name!r}", "is defined twice", "Keep one of the two.")
-            entries[entry.name] = entry
-            for framework, spellings in entry.names.items():
-                for spelling in spellings:
-                    other = index[framework].setdefault(spelling, entry)
-                    if other is not entry:
-                        problem = f"{framework} spelling {spelling!r} also belongs to {other.name!r}"
-                        raise _fail(f"{entry.name!r}", problem, "A spelling belongs to one entry: keep one of the two.")
-    return Catalogue(FrozenMap(entries), FrozenMap(index))
-
-
 @functools.cache
 def load_catalogue() -> Catalogue:
     """The catalogue that ships with Castwise. Read on first use (tens of milliseconds), then kept."""
-    return parse_catalogue(resources.files("castwise").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+    from castwise._catalogue_data import read_catalogue  # it builds this module's types
+
+    return read_catalogue()
