@@ -1,0 +1,236 @@
+"""How one call is cast: the decision of the policy, turned into a walk over the arguments.
+
+A `Call` is what a region holds for each torch callable. It is decided before the op runs, from the catalogue and the
+policy, and from the formats of the arguments where the rule is to follow them; nothing is tried and retried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from castwise.policy import Rule
+
+from ._casts import CastCache, fits, to_saturated
+from .emulation import Arithmetic
+
+Function = Callable[..., Any]
+
+# float8 tensors and float64 ones are left to the user; complex ones count as wider than every real format.
+_WIDTH = {
+    torch.float16: 1,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.complex64: 4,
+    torch.complex128: 5,
+}
+_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+_LOW = frozenset({torch.float16, torch.bfloat16})
+_DENSE = frozenset({torch.strided, torch.jagged})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The decision for one callable, ready to apply.
+
+    Attributes:
+        name: canonical name of the op.
+        rule: LOW, HIGH or WIDEST.
+        arithmetic: for LOW, how the op is computed.
+        wide: for HIGH, the dtype it is computed in.
+        writes_first: the first argument is the destination; its format is not ours to change.
+        stores_constant: a Python constant lands in the result (masked_fill, full_like): it saturates to the result's
+            range.
+        contracts: a product of two activations whose contraction length is its first argument's last dimension.
+        wide_parameters: the first argument leads, and float32 parameters beside a 16-bit one are right as they are.
+        no_kernel: 16-bit dtypes for which this device has no kernel.
+        descend: the body of a Python composite, to be entered instead of cast as one op.
+        trace_as: what a compiler should call instead of the callable.
+        reason: what decided.
+    """
+
+    name: str
+    rule: Rule
+    arithmetic: Arithmetic | None = None
+    wide: torch.dtype = torch.float32
+    writes_first: bool = False
+    stores_constant: bool = False
+    contracts: bool = False
+    wide_parameters: bool = False
+    no_kernel: frozenset[torch.dtype] = frozenset()
+    descend: Function | None = None
+    trace_as: Function | None = None
+    reason: str = ""
+
+
+class Casting:
+    """Applies calls on one type of device, with kept casts of weights."""
+
+    __slots__ = ("cache", "device_type")
+
+    def __init__(self, device_type: str, cache: CastCache) -> None:
+        self.device_type = device_type
+        self.cache = cache
+
+    def run(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cast the arguments as decided and run the op."""
+        floats = self._floats(args, [])
+        if kwargs:
+            self._floats(kwargs.values(), floats)
+        if call.rule is Rule.WIDEST or call.writes_first or (kwargs and kwargs.get("out") is not None):
+            return self._follow(call, function, args, kwargs, floats)
+        if call.rule is Rule.LOW:
+            return self._low(call, function, args, kwargs, floats)
+        return self._high(call, function, args, kwargs, floats)
+
+    # ---- the three rules ----
+
+    def _low(
+        self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
+    ) -> Any:
+        arithmetic = call.arithmetic
+        assert arithmetic is not None
+        for x in floats:
+            if x.dtype not in _CASTABLE or x.layout not in _DENSE:  # float64, complex, sparse: not ours to round
+                return self._follow(call, function, args, kwargs, floats)
+        if call.contracts and floats and args[0] is floats[0] and floats[0].shape[-1:] == (1,):
+            return self._follow(
+                call, function, args, kwargs, floats
+            )  # an outer product: nothing to gain by rounding it
+        dtype = arithmetic.dtype
+        if not arithmetic.emulated and all(x.dtype is dtype for x in floats):
+            return function(*args, **kwargs)
+        cache, enter = self.cache, arithmetic.enter
+        keeps = not torch.compiler.is_compiling()  # a compiler merges equal casts by itself
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return cache.get(x, arithmetic, enter) if keeps else enter(x)
+
+        if kwargs:
+            kwargs = {k: self._mapped(v, cast, _CASTABLE) for k, v in self._masks(kwargs, dtype).items()}
+        result = function(*[self._mapped(a, cast, _CASTABLE) for a in args], **kwargs)
+        return self._mapped(result, arithmetic.leave, _CASTABLE) if arithmetic.emulated else result
+
+    def _high(
+        self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
+    ) -> Any:
+        wide = call.wide
+        narrower = frozenset({x.dtype for x in floats if _WIDTH[x.dtype] < _WIDTH[wide]})
+        if any(_WIDTH[x.dtype] > _WIDTH[wide] for x in floats):
+            return self._follow(call, function, args, kwargs, floats)
+        if not narrower:
+            return function(*args, **kwargs)
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(wide)
+
+        return self._with(function, args, kwargs, cast, narrower)
+
+    def _follow(
+        self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
+    ) -> Any:
+        """The format of the destination, else the widest among the arguments."""
+        target = _target(call, args, kwargs, floats)
+        if target is None:
+            return function(*args, **kwargs)
+        keep = args[0] if call.writes_first else kwargs.get("out")
+        if target in call.no_kernel:
+            if call.writes_first:
+                return self._through_wide(function, args, kwargs)
+            if keep is None:
+                target = torch.float32
+        if call.stores_constant and target in _LOW:
+            args = tuple([_fit(a, target) for a in args])
+            kwargs = {k: _fit(v, target) for k, v in kwargs.items()}
+        others = frozenset({x.dtype for x in floats} - {target})
+        if not others or (call.wide_parameters and floats[0].dtype in _LOW and others == {torch.float32}):
+            return function(*args, **kwargs)
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x if x is keep else x.to(target)
+
+        return self._with(function, args, kwargs, cast, others & _CASTABLE)
+
+    def _through_wide(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An in-place op without a low kernel: on a wide copy of its destination, which is then written back."""
+        wide = args[0].to(torch.float32)
+
+        def widen(x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.float32)
+
+        self._with(function, (wide, *args[1:]), kwargs, widen, _LOW)
+        return args[0].copy_(wide)
+
+    # ---- arguments ----
+
+    def _masks(self, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, torch.Tensor) and mask.dtype in _CASTABLE and mask.dtype is not dtype:
+            return {**kwargs, "attn_mask": to_saturated(mask, dtype)}
+        return kwargs
+
+    def _with(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cast: Callable[[torch.Tensor], torch.Tensor],
+        dtypes: frozenset[torch.dtype],
+    ) -> Any:
+        args = tuple([self._mapped(a, cast, dtypes) for a in args])
+        if kwargs:
+            kwargs = {k: self._mapped(v, cast, dtypes) for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _floats(self, args: Iterable[Any], found: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The floating and complex tensors on the region's device in a tree of lists, tuples and mappings."""
+        for a in args:
+            if isinstance(a, torch.Tensor):
+                if a.dtype in _WIDTH and a.device.type == self.device_type:
+                    found.append(a)
+            elif isinstance(a, list | tuple):
+                self._floats(a, found)
+            elif isinstance(a, Mapping):
+                self._floats(a.values(), found)
+        return found
+
+    def _mapped(self, tree: Any, cast: Callable[[torch.Tensor], torch.Tensor], dtypes: frozenset[torch.dtype]) -> Any:
+        """The same tree with `cast` applied to every tensor of one of `dtypes` on the region's device."""
+        if isinstance(tree, torch.Tensor):
+            return cast(tree) if tree.dtype in dtypes and tree.device.type == self.device_type else tree
+        if type(tree) is tuple:
+            return tuple([self._mapped(a, cast, dtypes) for a in tree])
+        if type(tree) is list:
+            return [self._mapped(a, cast, dtypes) for a in tree]
+        if isinstance(tree, tuple) and not isinstance(tree, torch.Size):  # named tuples and torch.return_types
+            fields = [self._mapped(a, cast, dtypes) for a in tree]
+            return type(tree)(*fields) if hasattr(tree, "_fields") else type(tree)(fields)
+        if type(tree) is dict:
+            return {k: self._mapped(v, cast, dtypes) for k, v in tree.items()}
+        return tree
+
+
+def _target(
+    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
+) -> torch.dtype | None:
+    """The dtype that the arguments are to share. 0-d tensors follow the others, as in torch's own promotion."""
+    if call.writes_first and args and isinstance(args[0], torch.Tensor):
+        return args[0].dtype if args[0].dtype in _CASTABLE else None
+    out = kwargs.get("out")
+    if isinstance(out, torch.Tensor):
+        return out.dtype if out.dtype in _CASTABLE else None
+    if not floats:
+        return None
+    dtypes = {x.dtype for x in floats if x.dim()} or {x.dtype for x in floats}
+    widest = max(dtypes, key=_WIDTH.__getitem__)
+    if len(dtypes) > 1 and _WIDTH[widest] == 1:
+        return torch.float32  # float16 and bfloat16 meet: neither holds the other
+    return torch.float32 if widest is torch.complex64 else torch.float64 if widest is torch.complex128 else widest
+
+
+def _fit(value: Any, dtype: torch.dtype) -> Any:
+    return fits(value, dtype) if type(value) in (float, int) else value

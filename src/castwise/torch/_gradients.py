@@ -1,0 +1,91 @@
+"""One pass over gradients: are they finite, what is their norm, and multiply them. For dense, sparse and complex ones.
+
+Gradients are grouped by device and dtype so that each group is one fused `_foreach` call.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """The parameters of optimizers, each once, in order."""
+    seen: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                seen.setdefault(id(p), p)
+    return list(seen.values())
+
+
+def values_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory that holds the gradients: dense real tensors that share it, so that writing them writes the gradients.
+
+    Sparse gradients are coalesced first (their parameter's `.grad` is replaced), as duplicate entries add up to what
+    the optimizer sees. Complex ones are viewed as pairs of reals.
+    """
+    found = []
+    for p in parameters:
+        gradient = p.grad
+        if gradient is None:
+            continue
+        if gradient.layout is torch.sparse_coo:
+            if not gradient.is_coalesced():
+                gradient = p.grad = gradient.coalesce()
+            gradient = gradient._values()
+        elif gradient.layout is not torch.strided:
+            gradient = gradient.values()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        if gradient.numel():
+            found.append(_local(gradient))
+    return found
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    to_local = getattr(gradient, "to_local", None)  # a DTensor's shard
+    return to_local() if to_local is not None else gradient
+
+
+def _grouped(values: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for g in values:
+        groups[(g.device, g.dtype)].append(g)
+    return groups
+
+
+def norm(values: list[torch.Tensor]) -> torch.Tensor:
+    """The Euclidean norm of all gradients together, a float32 (or float64) scalar on the first one's device."""
+    if not values:
+        return torch.zeros(())
+    groups = _grouped(values)
+    wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
+    norms = [n for group in groups.values() for n in torch._foreach_norm(group, 2, dtype=wide)]
+    together: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(values[0].device) for n in norms]))
+    return together
+
+
+def all_finite(values: list[torch.Tensor]) -> torch.Tensor:
+    """Whether every gradient value is finite, as a bool scalar on the first one's device. Exact, unlike a norm's
+    test.
+    """
+    if not values:
+        return torch.ones((), dtype=torch.bool)
+    found: list[torch.Tensor] = []
+    for (device, dtype), group in _grouped(values).items():
+        bad = torch.zeros((), dtype=torch.float32, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            torch._amp_foreach_non_finite_check_and_unscale_(group, bad, one)
+        found.append(bad.to(values[0].device))
+    return torch.stack(found).sum() == 0
+
+
+def multiply(values: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply gradients in place."""
+    for (device, _), group in _grouped(values).items():
+        torch._foreach_mul_(group, factor.to(device) if isinstance(factor, torch.Tensor) else factor)

@@ -1,0 +1,204 @@
+"""The region: a torch-function mode that casts the arguments of the calls made while it is active.
+
+Why a torch-function mode, and what it costs, is measured in `docs/decisions`. This module keeps its traps away from
+users:
+
+- *Interleaved contexts.* Generators and coroutines leave contexts in any order. A region takes itself off the mode
+  stack wherever it stands, and others stay.
+- *Other tasks on the thread.* A coroutine that did not enter the region is not in it: regions are listed in a context
+  variable, which belongs to the task.
+- *Other people's autocast.* The innermost region wins: a plain `torch.autocast` entered inside ours decides for its
+  body, and ours suspends one that it is entered in.
+- *Activation checkpointing.* The recomputation runs long after the region was left; the function to recompute is
+  made to enter an equal region again, on that one checkpoint object.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from ._calls import Call, Casting
+from ._casts import CastCache
+from ._rules import Rules
+from .record import event
+
+Function = Callable[..., Any]
+
+_ACTIVE: contextvars.ContextVar[tuple[Region, ...]] = contextvars.ContextVar("castwise_regions", default=())
+_hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[assignment]
+_compiling = torch.compiler.is_compiling
+
+
+class Region(TorchFunctionMode):
+    """One activation of a policy on one type of device, on one thread. Entered once; `autocast` makes a new one
+    per entry.
+    """
+
+    def __init__(self, rules: Rules, cache: CastCache, *, enabled: bool = True, log: list[Any] | None = None) -> None:
+        super().__init__()
+        self.rules = rules
+        self.cache = cache
+        self.enabled = enabled
+        self.log = log
+        self.calls = rules.calls
+        self.casting = Casting(rules.device_type, cache)
+        self._depth = 0
+        self._suspended: bool | None = None
+        self.grad_at_entry = True
+        self.hooks_at_entry: Function | None = None
+
+    # ---- entering and leaving ----
+
+    def enter(self) -> None:
+        """Become the innermost region of this thread and task."""
+        device = self.rules.device_type
+        self._depth = _autocast_depth()
+        self.grad_at_entry = torch.is_grad_enabled()
+        hooks = _hooks_on_top(False)
+        self.hooks_at_entry = hooks[0] if hooks is not None else None
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            self._suspended = True
+            torch.set_autocast_enabled(device, False)
+        _ACTIVE.set((*_ACTIVE.get(), self))
+        _push_mode(self)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Take this region off the stack, wherever it stands, and put back what it suspended."""
+        above = []
+        while torch._C._len_torch_function_stack():
+            mode = _pop_mode()  # type: ignore[no-untyped-call]
+            if mode is self:
+                break
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+        _ACTIVE.set(tuple([r for r in _ACTIVE.get() if r is not self]))
+        if self._suspended:
+            self._suspended = None
+            torch.set_autocast_enabled(self.rules.device_type, True)
+
+    # ---- one call ----
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = self.calls.get(func)
+        if call is None:
+            if _compiling() or self.rules.passes(func):
+                return func(*args, **kwargs)
+            call = self.rules.learn(func)
+            if call is None:
+                return func(*args, **kwargs)
+        if _compiling():
+            if call.trace_as is not None:
+                func = call.trace_as
+        elif not self._covers_this_call():
+            return func(*args, **kwargs)
+        if not self.enabled:
+            return func(*args, **kwargs)
+        if call.descend is not None:
+            with self:
+                return call.descend(*args, **kwargs)
+        if self.log is not None:
+            return self._logged(call, func, args, kwargs)
+        return self.casting.run(call, func, args, kwargs)
+
+    def _covers_this_call(self) -> bool:
+        """Not another task's call, nor one inside a plain torch.autocast entered after us; and checkpoints follow
+        us.
+        """
+        if self not in _ACTIVE.get() or _autocast_depth() > self._depth:
+            return False
+        hooks = _hooks_on_top(False)
+        if hooks is not None:
+            _recompute_inside(hooks[0])
+        elif self.grad_at_entry and not torch.is_grad_enabled():
+            _reentrant_recompute_inside()
+        return True
+
+    def _logged(self, call: Call, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.log is not None
+        result = self.casting.run(call, func, args, kwargs)
+        self.log.append(event(call, self.rules, args, result))
+        return result
+
+    def again(self) -> Region:
+        """An equal region, to be entered anew."""
+        return Region(self.rules, self.cache, enabled=self.enabled, log=self.log)
+
+
+def current_region(device_type: str | None = None) -> Region | None:
+    """The innermost region that covers this thread and task (for one type of device, if given), or None."""
+    active = _ACTIVE.get()
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    for mode in reversed(stack):
+        if isinstance(mode, Region) and mode in active and device_type in (None, mode.rules.device_type):
+            return mode
+    return None
+
+
+def _autocast_depth() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return int(depth)
+
+
+# ---- activation checkpointing --------------------------------------------------------------------------------------
+
+
+def _inside(regions: list[Region], function: Function) -> Function:
+    """`function`, run inside regions equal to `regions`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        entered = [region.again() for region in regions]
+        for region in entered:
+            region.enter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for region in reversed(entered):
+                region.leave()
+
+    run.castwise_regions = regions  # type: ignore[attr-defined]
+    return run
+
+
+def _recompute_inside(pack_hook: Function) -> None:
+    """Non-reentrant checkpointing packs saved tensors with a hook that closes over its frame; wrap that frame's
+    recompute.
+    """
+    if not getattr(pack_hook, "__qualname__", "").startswith("_checkpoint_hook."):
+        return
+    for cell in pack_hook.__closure__ or ():
+        frame = cell.cell_contents
+        recompute = getattr(frame, "recompute_fn", None)
+        if recompute is not None and not hasattr(recompute, "castwise_regions"):
+            before = [r for r in _ACTIVE.get() if r.hooks_at_entry is not pack_hook]
+            frame.recompute_fn = _inside(before, recompute)
+
+
+_REENTRANT_CODE = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+
+
+def _reentrant_recompute_inside() -> None:
+    """Reentrant checkpointing runs the function without gradients inside its own forward; wrap what it will run
+    again.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _REENTRANT_CODE:
+            context = frame.f_locals["ctx"]
+            if not hasattr(context.run_function, "castwise_regions"):
+                before = [r for r in _ACTIVE.get() if r.grad_at_entry]
+                context.run_function = _inside(before, context.run_function)
+            return
+        frame = frame.f_back

@@ -1,0 +1,155 @@
+"""A policy's decisions for every torch callable on one type of device, worked out once and shared by all regions."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from castwise.catalogue import Mixed, OpClass, OpEntry
+from castwise.formats import FP32, parse_format
+from castwise.policy import Policy, Rule, decide
+
+from ._calls import Call
+from ._functions import FunctionInfo, describe, known_functions
+from ._registry import registered_rule
+from .emulation import Arithmetic, arithmetic, dtype_of
+
+Function = Callable[..., Any]
+
+# What neither computes nor joins formats: a region does not look at such calls at all.
+_IGNORED = frozenset(
+    {OpClass.VIEW, OpClass.CAST, OpClass.INTEGER, OpClass.QUERY, OpClass.CONTROL, OpClass.COMMUNICATION}
+)
+# Products whose first argument has the contraction as its last dimension. Of length 1 there is nothing to sum and
+# nothing to gain, and what is rounded is often a position or a time step (rotary embeddings, regression inputs).
+_CONTRACTS_LAST = frozenset({"matmul", "bmm", "mm", "linear"})
+
+
+class Rules:
+    """The decisions of one policy (resolved), for one device type and one layer path.
+
+    `calls` maps callables to their `Call`; a callable that is not in it is passed through. It is complete for
+    torch's own functions from the start, as compilers read it while tracing; others are learnt when they are first
+    seen.
+    """
+
+    def __init__(self, policy: Policy, device_type: str, layer: str) -> None:
+        self.policy = policy
+        self.device_type = device_type
+        self.layer = layer
+        self.calls: dict[Function, Call] = {}
+        self._passed: set[Function] = set()
+        for function, info in known_functions().items():
+            call = self._call(function, info)
+            if call is not None:
+                self.calls[function] = call
+
+    @property
+    def low_dtype(self) -> torch.dtype:
+        """The dtype of low tensors under this policy."""
+        return arithmetic(self.device_type, self.policy.low_format).dtype
+
+    @property
+    def emulated(self) -> bool:
+        """Whether products in the policy's format are emulated on this type of device."""
+        return arithmetic(self.device_type, self.policy.low_format).emulated
+
+    def passes(self, function: Function) -> bool:
+        """Whether a callable is known to need nothing."""
+        try:
+            return function in self._passed
+        except TypeError:
+            return True
+
+    def learn(self, function: Function) -> Call | None:
+        """Decide for a callable that was not known when the table was made (custom ops, overloads, getters)."""
+        if getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__"):
+            call = None
+        else:
+            call = self._call(function, describe(function))
+        if call is None:
+            self._passed.add(function)
+        else:
+            self.calls[function] = call
+        return call
+
+    def forget(self, function: Function) -> None:
+        """Decide anew when `function` is next seen (its registration changed)."""
+        self.calls.pop(function, None)
+        self._passed.discard(function)
+
+    def _call(self, function: Function, info: FunctionInfo) -> Call | None:
+        own = registered_rule(function)
+        if own is not None:
+            return self.registered_call(info.name, own, info.writes_first)
+        if info.descend is not None:
+            return Call(
+                info.name, Rule.WIDEST, descend=info.descend, reason="a Python composite: its own calls are decided"
+            )
+        entry = info.entry
+        if isinstance(function, types.FunctionType) and entry is None:
+            return None if info.trace_as is None else Call(info.name, Rule.WIDEST, trace_as=info.trace_as)
+        if entry is not None and entry.op_class in _IGNORED and info.trace_as is None:
+            return None
+        decision = decide(self.policy, entry, layer=self.layer, name=info.name)
+        gaps = _kernel_gaps(entry, self.device_type)
+        low = arithmetic(self.device_type, decision.fmt) if decision.rule is Rule.LOW and decision.fmt else None
+        rule = decision.rule
+        if low is not None and not low.emulated and low.dtype in gaps:
+            rule = Rule.HIGH
+        constant = entry is not None and entry.stores_constant
+        if rule is Rule.WIDEST and not gaps and not constant and info.trace_as is None and _torch_follows(entry):
+            return None
+        wide = dtype_of(decision.fmt or FP32) if rule is Rule.HIGH and decision.rule is Rule.HIGH else torch.float32
+        return Call(
+            info.name,
+            rule,
+            arithmetic=low,
+            wide=wide,
+            writes_first=info.writes_first,
+            stores_constant=constant,
+            contracts=info.name in _CONTRACTS_LAST,
+            wide_parameters=entry is not None and entry.op_class is OpClass.NORM and entry.mixed is Mixed.KEEP,
+            no_kernel=gaps,
+            trace_as=info.trace_as,
+            reason=decision.reason,
+        )
+
+    def registered_call(self, name: str, setting: str, writes_first: bool = False) -> Call | None:
+        """The call of an op that was given to `register_op`."""
+        reason = f"registered as {setting!r}"
+        if setting == "keep":
+            return None
+        if setting == Rule.WIDEST:
+            return Call(name, Rule.WIDEST, writes_first=writes_first, reason=reason)
+        if setting == Rule.HIGH:
+            return Call(name, Rule.HIGH, wide=dtype_of(self.policy.high_format), reason=reason)
+        fmt = self.policy.low_format if setting == Rule.LOW else parse_format(setting)
+        if fmt.holds(FP32):
+            return Call(name, Rule.HIGH, wide=dtype_of(fmt), reason=reason)
+        carrier = arithmetic(self.device_type, fmt).dtype
+        own_kernel = Arithmetic(fmt, carrier, emulated=False)  # the kernel is the user's: it gets tensors of that dtype
+        return Call(name, Rule.LOW, arithmetic=own_kernel, reason=reason)
+
+
+def _torch_follows(entry: OpEntry | None) -> bool:
+    """Whether torch's own kernel already does what WIDEST says, so that the call can be left alone."""
+    if entry is None or entry.mixed is Mixed.WIDEST:
+        return False
+    return entry.mixed is Mixed.NATIVE or entry.op_class is not OpClass.NORM
+
+
+def _kernel_gaps(entry: OpEntry | None, device_type: str) -> frozenset[torch.dtype]:
+    if entry is None:
+        return frozenset()
+    return frozenset(dtype_of(parse_format(name)) for name in entry.no_kernel.get(device_type, ()))
+
+
+@functools.lru_cache(maxsize=256)
+def rules_for(policy: Policy, device_type: str, layer: str = "") -> Rules:
+    """The rules of a resolved policy, made once per process for each device type and layer."""
+    return Rules(policy, device_type, layer)
