@@ -43,7 +43,16 @@ _ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
     ("cpu_arm_neon", frozenset({"asimd"})),
 )
 # Files that a driver makes; without any, no framework can see an accelerator. Windows and macOS have none of them.
-_DEVICE_FILES = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "dxg", "kfd", "dri/render*", "accel*", "vfio/[0-9]*")
+_DEVICE_FILES: tuple[str, ...] = (
+    "nvidia[0-9]*",
+    "nvhost-gpu",
+    "nvgpu",
+    "dxg",
+    "kfd",
+    "dri/render*",
+    "accel*",
+    "vfio/[0-9]*",
+)
 _DEVICE_FILES += ("davinci[0-9]*",)
 
 
