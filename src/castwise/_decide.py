@@ -8,8 +8,7 @@ catalogue. Of several things that speak about an op, the first of these decides:
    for what follows;
 2. the policy's ``ops``: by name, then by class;
 3. the policy's ``format`` where it is wide: all arithmetic is done in it;
-4. the catalogue, through its ``default_rule``; in 8 bits only bare products and convolutions are narrow, since a fused
-   attention or recurrent kernel would carry its softmax or its gates in 8 bits as well.
+4. the catalogue, through its ``default_rule``.
 
 Then a format for which the device has no kernel at all (as the catalogue knows it) is widened.
 """
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from castwise import _globs
-from castwise.catalogue import OpClass, OpEntry, Rule, default_rule
+from castwise.catalogue import NO_ARITHMETIC, OpEntry, Rule, default_rule
 from castwise.errors import PolicyError
 from castwise.formats import FP32, NumberFormat, parse_format, widest
 
@@ -44,28 +43,6 @@ class Decision:
     rule: Rule
     fmt: NumberFormat | None
     reason: str
-
-
-# No arithmetic: values are moved, selected, compared or made, and come out as they went in.
-_NO_ARITHMETIC = frozenset(
-    {
-        OpClass.CAST,
-        OpClass.COMMUNICATION,
-        OpClass.COMPARE,
-        OpClass.CONTROL,
-        OpClass.COPY,
-        OpClass.CREATE,
-        OpClass.INDEX,
-        OpClass.INTEGER,
-        OpClass.QUANTIZE,
-        OpClass.QUERY,
-        OpClass.VIEW,
-    }
-)
-# Kernels that hold products and the steps between them: they keep those steps in float32 when handed 16 bits, but in
-# 8 bits their softmax or gates would be rounded too.
-_FUSED_PRODUCTS = frozenset({OpClass.ATTENTION, OpClass.RNN})
-_SIXTEEN_BITS = 2  # bytes
 
 
 def is_wide(fmt: NumberFormat) -> bool:
@@ -149,7 +126,7 @@ def _all_wide(entry: OpEntry | None, fmt: NumberFormat, reason: str) -> Decision
     """Inside a wide format all arithmetic is done in it; what only moves values, and what is unknown, is left alone."""
     if entry is None:
         return Decision(Rule.WIDEST, None, f"{reason}, and the op is not in the catalogue")
-    if entry.op_class in _NO_ARITHMETIC or entry.selects:
+    if entry.op_class in NO_ARITHMETIC or entry.selects:
         return Decision(Rule.WIDEST, None, f"{reason}, and class {entry.op_class.value} does no arithmetic")
     return Decision(Rule.HIGH, fmt, reason)
 
@@ -159,8 +136,6 @@ def _by_catalogue(entry: OpEntry | None, low: NumberFormat, high: NumberFormat) 
         return Decision(Rule.WIDEST, None, "not in the catalogue: inputs are only brought to the widest among them")
     kind = entry.op_class.value
     rule = default_rule(entry, low.name)
-    if rule is Rule.LOW and low.bytes < _SIXTEEN_BITS and entry.op_class in _FUSED_PRODUCTS:
-        return Decision(Rule.HIGH, high, f"class {kind} keeps more inside than {low.long_name} holds")
     if rule is Rule.LOW:
         return Decision(rule, low, f"class {kind} runs low, in {low.long_name}")
     hazards = sorted(entry.hazards.get(low.name, ()))

@@ -28,18 +28,7 @@ from types import MappingProxyType
 
 __all__ = ["PRESETS"]
 
-_ARITHMETIC = (
-    "matmul",
-    "conv",
-    "attention",
-    "rnn",
-    "elementwise",
-    "exp_log",
-    "reduction",
-    "pool",
-    "interpolate",
-    "random",
-)
+_ARITHMETIC = ("matmul", "conv", "attention", "rnn", "elementwise", "exp_log", "reduction", "pool", "interpolate")
 _MODEL_IN_FP16 = {f"class:{kind}": "low" for kind in _ARITHMETIC} | {"class:loss": "high"}
 
 PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
