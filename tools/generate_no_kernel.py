@@ -131,7 +131,8 @@ def _runs(call: Call, inputs: Any, keywords: dict[str, Any], dtype: torch.dtype)
         results = [r for r in tree_leaves(call(*args, **kwargs)) if isinstance(r, torch.Tensor) and r.requires_grad]
         if results:
             dense = (r if r.layout is torch.strided else r.to_dense() for r in results)
-            torch.stack([(r.abs() if r.is_complex() else r).float().sum() for r in dense]).sum().backward()
+            total = torch.stack([(r.abs() if r.is_complex() else r).float().sum() for r in dense]).sum()
+            torch.autograd.backward(total)
     except Exception:  # whatever a missing kernel raises: NotImplementedError, RuntimeError, ValueError, AssertionError
         return False
     return True
@@ -171,8 +172,9 @@ def _variants(catalogue: Catalogue, ops: Iterable[Any]) -> dict[str, list[tuple[
 
 
 def _samples(op: Any, count: int) -> Iterator[tuple[Call, Any, dict[str, Any]]]:
-    found = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
-    for sample, _ in zip(found, range(count), strict=False):
+    """At most ``count`` samples, spread over all of them: the first ones may all be empty tensors."""
+    found = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+    for sample in found[:: -(-len(found) // count) or 1]:
         yield op, (sample.input, *sample.args), sample.kwargs
 
 
@@ -229,8 +231,8 @@ def recorded(catalogue: Catalogue) -> Gaps:
 def to_toml(gaps: Gaps) -> str:
     lines = [
         "# Ops that torch computes in fp32 but not in this 16-bit format, forward or backward, by kind of device.",
-        "# Written by tools/generate_no_kernel.py: run it again rather than edit. cpu: each op called; cuda: as torch's own",
-        "# op database declares for compute capability 9.0 or later.",
+        "# Written by tools/generate_no_kernel.py: run it again, do not edit. cpu: each op was called; cuda: as torch's",
+        "# own op database declares for compute capability 9.0 or later.",
         "",
         f'torch = "{torch.__version__.partition("+")[0]}"',
     ]
