@@ -341,6 +341,14 @@ def test_probabilities_smaller_than_one_draw_can_show_take_another_draw(second: 
     assert round_stochastic(x, FP8_E5M2, never) == 0
 
 
+def test_draws_are_compared_exactly_so_that_values_of_the_format_stay_and_halves_are_halves() -> None:
+    smallest_draw: Any = _ScriptedRandom(0.0)
+    assert round_stochastic(np.float32(1.25), FP8_E5M2, smallest_draw) == 1.25
+    for draw, expected in [(0.5 - 2.0**-24, 1.25), (0.5, 1.0)]:
+        rng: Any = _ScriptedRandom(draw)
+        assert round_stochastic(np.float32(1.125), FP8_E5M2, rng) == expected
+
+
 @formats
 @dtypes
 def test_stochastic_rounding_leaves_infinity_and_nan_and_never_makes_them_in_range(

@@ -132,6 +132,11 @@ def test_even_an_impossible_scale_is_brought_within_the_limits(
     assert limits[0] <= state.scale <= limits[1]
 
 
+def test_a_scale_that_is_not_a_number_restarts_from_the_floor() -> None:
+    config = ScalingConfig(min_scale=2)
+    assert transition(dataclasses.replace(initial_state(config), scale=math.nan), True, config)[0].scale == 2
+
+
 @laws
 @given(configs(), histories)
 def test_the_inputs_are_left_alone(config: ScalingConfig, history: list[bool]) -> None:
