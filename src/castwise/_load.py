@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from castwise.errors import CastwiseError, did_you_mean
 
 __all__ = ["LoadError", "build_model", "is_object_spec", "load_object", "split_spec"]
+
+
+_ANY_SEED = 0  # where a model is only looked at, its initial values do not matter
 
 
 class LoadError(CastwiseError, ValueError):
@@ -69,8 +74,8 @@ def load_object(spec: str) -> object:
 def build_model(value: object, spec: str = "") -> object:
     """Return the model that a loaded object stands for.
 
-    Accepts a model (anything with ``named_modules``), a class or function that takes no argument and returns one,
-    and an object or class with a method ``model()`` (a study task). ``spec`` is only named in errors.
+    Accepts a model (anything with ``named_modules``), a class or function that takes no argument and returns one, and
+    an object or class with a method ``model()`` or ``model(seed)`` (a study task). ``spec`` is only named in errors.
 
     Raises:
         LoadError: nothing of that kind, or building it failed (the original error is chained).
@@ -80,7 +85,8 @@ def build_model(value: object, spec: str = "") -> object:
         if isinstance(value, type) or (callable(value) and not _is_model(value) and not hasattr(value, "model")):
             value = value()
         if not _is_model(value) and callable(getattr(value, "model", None)):
-            value = value.model()  # type: ignore[attr-defined]
+            method = value.model  # type: ignore[attr-defined]
+            value = method(_ANY_SEED) if _takes_argument(method) else method()
     except Exception as error:
         raise LoadError(
             f"{label} could not be built without arguments: {type(error).__name__}: {error}. "
@@ -92,6 +98,15 @@ def build_model(value: object, spec: str = "") -> object:
             f"without arguments that returns one, or an object with a method model()."
         )
     return value
+
+
+def _takes_argument(method: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C tell nothing
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in positional and one.default is inspect.Parameter.empty for one in parameters)
 
 
 def _is_model(value: object) -> bool:
