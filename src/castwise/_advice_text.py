@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from castwise._traits import count_in_words
 from castwise.formats import FORMATS, FP32
 from castwise.hardware import Device, Support
 
@@ -26,17 +27,12 @@ def _head(advice: Advice) -> str:
     lines = [f"Device  {device.name} ({device.key})"]
     if model is not None:
         kinds = ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in model.kinds.items())
-        lines.append(f"Model   {model.name}: {_count(model.parameters)} parameters" + (f"; {kinds}" if kinds else ""))
+        lines.append(
+            f"Model   {model.name}: {count_in_words(model.parameters)} parameters" + (f"; {kinds}" if kinds else "")
+        )
     if advice.deploy:
         lines.append(f"Deploy  {advice.deploy}")
     return "\n".join(lines) + "\n"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
 
 
 def _conclusion(advice: Advice) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "Need",
     "Reading",
     "ShapeMiss",
+    "count_in_words",
     "misaligned",
     "need_of",
     "read_model",
@@ -258,14 +259,14 @@ def _structure(traits: ModelTraits) -> Iterator[Reading]:
     if traits.has("attention") and traits.parameters >= LARGE_TRANSFORMER:
         yield Reading(
             Need.range,
-            f"attention and {traits.parameters / 1e9:.1f} billion parameters: scores and outlier channels leave fp16's "
+            f"attention and {count_in_words(traits.parameters)} parameters: scores and outlier channels leave fp16's "
             f"range; large transformers broke down in fp16 despite loss scaling (arXiv:2205.01068, arXiv:2211.05100)",
         )
     elif traits.has("attention"):
         yield Reading(
             Need.either,
-            f"attention and {_millions(traits.parameters)} parameters: scores grow with the width, so their softmax "
-            f"stays in fp32 (the rules see to it); a transformer of this size trains in fp16 with loss scaling",
+            f"attention and {count_in_words(traits.parameters)} parameters: scores grow with the width, so their "
+            f"softmax stays in fp32 (the rules see to it); a transformer of this size trains in fp16 with loss scaling",
         )
     if traits.has("rnn"):
         yield Reading(
@@ -279,8 +280,12 @@ def _structure(traits: ModelTraits) -> Iterator[Reading]:
         yield Reading(Need.mantissa, f"it makes waveforms ({_count(traits, 'conv_transpose1d')}): {_WAVEFORMS}")
 
 
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e6:.3g} million"
+def count_in_words(number: int) -> str:
+    """``"1.2 billion"``, ``"14.5 thousand"``, …: a count of parameters, rounded for reading."""
+    for unit, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def _count(traits: ModelTraits, kind: str) -> str:

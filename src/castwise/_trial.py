@@ -20,7 +20,7 @@ _SIDE = 48  # of the small matrices; a multiple of 16, which fp8 kernels ask for
 _TIMED_SIDE_CPU = 256  # large enough to see 100x, small enough that 100x is 50 ms
 _TIMED_SIDE_ACCELERATOR = 2048
 _TIME_BUDGET = 0.3  # seconds a format and float32 are timed for in turns, after a call each to warm up
-_WIDE_ENOUGH = 4.0  # eps of a 16-bit format; one rounding of the result gives at most a half
+_WIDE_ENOUGH = 1.0  # eps of a 16-bit format; one rounding of the result gives at most a half
 _NOT_ROUNDED = 0.005  # eps; results nearer to float64 than this never went through the format
 
 Array = np.ndarray[Any, Any]

@@ -214,7 +214,7 @@ def model_reasons(readings: tuple[Reading, ...], need: Need, fmt: NumberFormat) 
     """What the model's structure and names say, and what to do where the hardware gives it the other format."""
     reasons = [Reason("model", reading.text) for reading in readings]
     if need is Need.mantissa and fmt is BF16:
-        text = "it wants mantissa and gets bf16: keep the last layers in fp32; `castwise study` says whether that is enough"
+        text = "it wants mantissa and gets bf16: keep the last layers in fp32; `castwise study` says if that is enough"
         reasons.append(Reason("model", text))
     if need is Need.range and fmt is FP16:
         text = "it wants range and gets fp16: scale the loss, and keep in fp32 the layers whose values pass 65504"
