@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/castwise study digits --out $(DEMO_OUT)
+	$(BIN)/castwise study digits --out $(DEMO_OUT) --resume
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
