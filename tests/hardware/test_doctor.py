@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -157,7 +156,7 @@ def test_the_report_is_readable_as_text_and_as_json(report: DoctorReport) -> Non
     assert json.loads(json.dumps(report.to_dict()))["frameworks"][0]["name"] == "torch"
 
 
-@pytest.mark.parametrize("name", ["jax", "onnxruntime"])
+@pytest.mark.parametrize("name", ["jax", "tensorflow", "onnxruntime"])
 def test_other_installed_frameworks_are_tried_too(name: str) -> None:
     pytest.importorskip(name)
     one = probe(name)
@@ -167,16 +166,14 @@ def test_other_installed_frameworks_are_tried_too(name: str) -> None:
         assert products["fp32"].works
 
 
-def test_a_framework_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    crashed = probe("torch")
-    assert "exit status 1" in crashed.problem
+def test_a_framework_that_crashes_or_hangs_is_a_finding() -> None:
+    crashed = probe("no_such_framework")
+    assert "exit status 1: KeyError" in crashed.problem
     broken = DoctorReport(
         system={}, drivers={}, compilers={}, variables={}, devices=(), frameworks=(crashed,), missing=(), fallbacks=()
     )
     assert not broken.healthy
     assert "could not be examined" in format_report(broken)
-    monkeypatch.undo()
     assert "did not answer" in probe("torch", timeout=0.01).problem
 
 
