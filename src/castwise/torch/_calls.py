@@ -30,6 +30,7 @@ _WIDTH = {
 }
 _CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _LOW = frozenset({torch.float16, torch.bfloat16})
+_SMALLEST_LIMIT = torch.finfo(torch.float16).max
 _DENSE = frozenset({torch.strided, torch.jagged})
 
 
@@ -43,6 +44,7 @@ class Call:
         arithmetic: for LOW, how the op is computed.
         wide: for HIGH, the dtype it is computed in.
         writes_first: the first argument is the destination; its format is not ours to change.
+        only_constants: torch's own kernel does what the rule says but for constants outside the format.
         stores_constant: a Python constant lands in the result (masked_fill, full_like): it saturates to the result's
             range.
         contracts: a product of two activations whose contraction length is its first argument's last dimension.
@@ -59,6 +61,7 @@ class Call:
     wide: torch.dtype = torch.float32
     writes_first: bool = False
     stores_constant: bool = False
+    only_constants: bool = False
     contracts: bool = False
     wide_parameters: bool = False
     no_kernel: frozenset[torch.dtype] = frozenset()
@@ -78,6 +81,8 @@ class Casting:
 
     def run(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the arguments as decided and run the op."""
+        if call.only_constants and not _has_large_constant(args, kwargs):
+            return function(*args, **kwargs)
         floats = self._floats(args, [])
         if kwargs:
             self._floats(kwargs.values(), floats)
@@ -119,6 +124,10 @@ class Casting:
         self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
     ) -> Any:
         wide = call.wide
+        asked = kwargs.get("dtype")
+        if asked in _LOW:  # the result is asked for in a low format: compute wide, round once
+            result = self._high(call, function, args, {**kwargs, "dtype": wide}, floats)
+            return self._mapped(result, lambda y: y.to(asked), frozenset({wide}))
         narrower = frozenset({x.dtype for x in floats if _WIDTH[x.dtype] < _WIDTH[wide]})
         if any(_WIDTH[x.dtype] > _WIDTH[wide] for x in floats):
             return self._follow(call, function, args, kwargs, floats)
@@ -151,7 +160,11 @@ class Casting:
             return function(*args, **kwargs)
 
         def cast(x: torch.Tensor) -> torch.Tensor:
-            return x if x is keep else x.to(target)
+            if keep is x:
+                return x
+            if call.stores_constant and not x.dim():
+                return to_saturated(x, target)
+            return x.to(target)
 
         return self._with(function, args, kwargs, cast, others & _CASTABLE)
 
@@ -230,6 +243,15 @@ def _target(
     if len(dtypes) > 1 and _WIDTH[widest] == 1:
         return torch.float32  # float16 and bfloat16 meet: neither holds the other
     return torch.float32 if widest is torch.complex64 else torch.float64 if widest is torch.complex128 else widest
+
+
+def _has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        if (type(a) is float or type(a) is int) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
+            return True
+        if isinstance(a, torch.Tensor) and not a.dim() and len(args) > 1:
+            return True  # a constant in a 0-d tensor
+    return False
 
 
 def _fit(value: Any, dtype: torch.dtype) -> Any:

@@ -89,8 +89,8 @@ class CastCache:
         if not torch.equal(torch.nan_to_num(fresh), torch.nan_to_num(kept.detach())):
             raise StaleCastError(
                 f"the kept cast of a weight of shape {tuple(x.shape)} is stale: it was written through .data or a "
-                "NumPy view, which PyTorch's version counter does not see. Write the parameter itself under torch.no_grad(), "
-                "or call refresh() after such writes."
+                "NumPy view, which PyTorch's version counter does not see. Write the parameter itself under "
+                "torch.no_grad(), or call refresh() after such writes."
             )
 
 

@@ -33,7 +33,7 @@ from .record import event
 Function = Callable[..., Any]
 
 _ACTIVE: contextvars.ContextVar[tuple[Region, ...]] = contextvars.ContextVar("castwise_regions", default=())
-_hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[assignment]
+_hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _compiling = torch.compiler.is_compiling
 
 
