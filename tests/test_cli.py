@@ -104,6 +104,18 @@ def test_an_interrupt_is_status_130_without_a_traceback(tool: ModuleType, capsys
     assert capsys.readouterr().err == "castwise: interrupted\n"
 
 
+def test_a_package_that_a_command_lacks_is_an_error_that_names_its_extra(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool.main = fail_with(ModuleNotFoundError("No module named 'sklearn'", name="sklearn.datasets"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(cli.COMMANDS, "tool", cli.Command(tool.__name__, "try things", extra="study"))
+    assert cli.main(["tool"]) == 1
+    assert "needs 'sklearn.datasets'" in (said := capsys.readouterr().err)
+    assert "pip install 'castwise[study]'" in said
+    tool.main = fail_with(ModuleNotFoundError("No module named 'castwise.x'", name="castwise.x"))  # type: ignore[attr-defined]
+    assert cli.main(["tool"]) == 70
+
+
 def test_output_into_a_pipe_that_closes_early_is_no_traceback() -> None:
     command = [sys.executable, "-m", "castwise", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:

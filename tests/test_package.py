@@ -20,7 +20,9 @@ PACKAGE = Path(castwise.__file__).parent
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 CORE = {"castwise", "numpy", "scipy", "ml_dtypes"}
 FRAMEWORKS = ("torch", "jax", "jaxlib", "keras", "tensorflow", "onnx", "onnxruntime", "flax", "sklearn", "matplotlib")
-FRONT_ENDS = [name for name in ("torch", "jax", "keras", "tensorflow", "onnx") if (PACKAGE / name).is_dir()]
+FRONT_ENDS = [
+    name for name in ("torch", "jax", "keras", "tensorflow", "onnx") if (PACKAGE / name / "__init__.py").is_file()
+]
 NEUTRAL = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem not in ("__init__", "__main__"))
 IMPORT_SECONDS = 0.5
 

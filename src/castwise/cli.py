@@ -16,9 +16,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import castwise
 from castwise.errors import CastwiseError, MissingExtraError
@@ -66,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parsed(arguments)
         logging.basicConfig(format="castwise: %(message)s", level=logging.INFO if args.verbose else logging.WARNING)
-        status = args.run(args)
+        with _naming_the_extra(args.command):
+            status = getattr(importlib.import_module(args.command.module), args.command.main)(args)
         sys.stdout.flush()
         return int(status or 0)
     except KeyboardInterrupt:
@@ -107,9 +107,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")
         if name == asked:
-            module = _load(command)
-            getattr(module, command.add_arguments)(sub)
-            sub.set_defaults(run=getattr(module, command.main))
+            with _naming_the_extra(command):
+                getattr(importlib.import_module(command.module), command.add_arguments)(sub)
+            sub.set_defaults(command=command)
         # After the command these only ever switch on, so that they may stand before it or after it.
         _add_common(sub, debug=argparse.SUPPRESS, verbose=argparse.SUPPRESS)
     return parser
@@ -120,9 +120,11 @@ def _add_common(parser: argparse.ArgumentParser, debug: object, verbose: object)
     parser.add_argument("--verbose", action="store_true", default=verbose, help="log what is decided, and why")
 
 
-def _load(command: Command) -> ModuleType:
+@contextlib.contextmanager
+def _naming_the_extra(command: Command) -> Iterator[None]:
+    """Turn the lack of a package that the command's extra installs into an error that says so."""
     try:
-        return importlib.import_module(command.module)
+        yield
     except ModuleNotFoundError as error:
         if not command.extra or (error.name or "castwise").partition(".")[0] == "castwise":
             raise
