@@ -1,0 +1,269 @@
+"""Studying PyTorch tasks: one run as steps that can be saved, and a look into layers for the remedies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from castwise.errors import NonFiniteError, ScaleStalledError, StudyError
+from castwise.study import _torch_layers, _torch_probe
+from castwise.study._torch_random import Feed, capture, restore, scattered_seed, seed_all, seeded
+from castwise.study.arms import Arm
+from castwise.study.backend import Blame, Layer
+from castwise.study.protocol import TaskSpec
+from castwise.study.records import Ending, Evaluation, Failure, Interval
+from castwise.torch import Amp
+
+__all__ = ["TorchBackend", "TorchRun"]
+
+_log = logging.getLogger("castwise.study")
+
+# What the second number of a scattered seed stands for, so that no two uses share a stream. 1 is the data order.
+_INIT, _TRAIN, _EVALUATE, _PROBE = 0, 2, 3, 4
+
+
+class TorchBackend:
+    """See ``backend.Backend``."""
+
+    def __init__(self, spec: TaskSpec, *, threads: int | None = None) -> None:
+        self.spec = spec
+        self.threads = threads or torch.get_num_threads()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def settings(self) -> Mapping[str, object]:
+        found: dict[str, object] = {"torch": torch.__version__, "runs on": self.device.type, "threads": self.threads}
+        if self.device.type == "cuda":
+            found["runs on"] = torch.cuda.get_device_name(self.device)
+        return found
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Fix what decides the last bits (threads, kernels), and leave torch and all random streams as they were."""
+        threads, streams = torch.get_num_threads(), capture()
+        deterministic, warn_only = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.set_num_threads(self.threads)
+        if self.device.type == "cuda":
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+            restore(streams)
+
+    def start(self, arm: Arm, seed: int, steps: int) -> TorchRun:
+        return TorchRun(self.spec, arm, seed, steps, self.device)
+
+    def layers(self) -> Sequence[Layer]:
+        seed_all(scattered_seed(0, _INIT))
+        model = self.spec.task.model(0).to(self.device)
+        batch = _torch_probe.to_device(Feed(self.spec.task.batches, 0, task=self.spec.spelled).next(), self.device)
+        with _torch_probe.undisturbed(model), torch.no_grad():
+            return _torch_layers.classify(model, lambda: self.spec.task.loss(model, batch), self.spec.layers)
+
+    def blame(self, arm: Arm, seed: int, state: bytes | None) -> Sequence[Blame]:
+        run = self.start(arm, seed, self.spec.steps)
+        if state is not None:
+            run.load(state)
+        return run.blame()
+
+
+class TorchRun:
+    """See ``backend.Run``."""
+
+    def __init__(self, spec: TaskSpec, arm: Arm, seed: int, steps: int, device: torch.device) -> None:
+        self._spec, self._task, self._arm, self._seed, self._device = spec, spec.task, arm, seed, device
+        seed_all(scattered_seed(seed, _INIT))
+        model = self._task.model(seed)
+        if not isinstance(model, nn.Module):
+            raise StudyError(
+                f"Task {spec.spelled!r}: model({seed}) gives a {type(model).__name__}. Return a torch.nn.Module."
+            )
+        self.model = model.to(device)
+        self.optimizer = self._task.optimizer(self.model)
+        self.scheduler = spec.scheduler(self.optimizer, steps)
+        self.amp = Amp(self.model, self.optimizer, arm.policy, scheduler=self.scheduler, accumulate=spec.accumulate)
+        self._feed = Feed(self._task.batches, seed, task=spec.spelled)
+        self._step = 0
+        self.emulated = self.amp.emulated
+        self.memory: dict[str, int] = {}
+        self._recent: Any = None
+        seed_all(scattered_seed(seed, _TRAIN))
+
+    # ---- training ----
+
+    def advance(self, steps: int) -> tuple[Interval, Ending | None]:
+        losses: list[Tensor] = []
+        results: list[Any] = []
+        samples, seconds = 0, 0.0
+        ending: Ending | None = None
+        for _ in range(steps):
+            batches = [self._next_batch() for _ in range(self._spec.accumulate)]
+            start = time.perf_counter()
+            try:
+                losses.append(torch.stack([self._micro_step(batch, results) for batch in batches]).mean())
+            except ScaleStalledError as error:
+                ending = self._ended(
+                    Failure.STALLED, "the loss scale was at its floor and gradients still overflowed", error
+                )
+            except NonFiniteError as error:
+                ending = self._ended(Failure.NON_FINITE, "gradients stayed infinite or not a number", error)
+            seconds += time.perf_counter() - start
+            self._step += 1
+            samples += sum(map(_torch_probe.batch_size, batches))
+            if ending is not None:
+                break
+        if self._device.type == "cuda":
+            start = time.perf_counter()
+            torch.cuda.synchronize(self._device)
+            seconds += time.perf_counter() - start
+        return self._close_interval(losses, results, samples, seconds, ending)
+
+    def _next_batch(self) -> Any:
+        self._recent = _torch_probe.to_device(self._feed.next(), self._device)
+        return self._recent
+
+    def _micro_step(self, batch: Any, results: list[Any]) -> Tensor:
+        with self.amp:
+            loss = self._task.loss(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise StudyError(
+                f"Task {self._spec.spelled!r}: loss gives {type(loss).__name__}. Return a tensor with one number."
+            )
+        results.append(self.amp.step(loss, clip_norm=self._spec.clip_norm))
+        return loss.detach().float().reshape(())
+
+    def _ended(self, failure: Failure, message: str, error: Exception) -> Ending:
+        _log.info("%s, seed %d: %s", self._arm.name, self._seed, error)
+        return Ending(failure, self._step + 1, f"at step {self._step + 1} {message}")
+
+    def _close_interval(
+        self, losses: list[Tensor], results: list[Any], samples: int, seconds: float, ending: Ending | None
+    ) -> tuple[Interval, Ending | None]:
+        values = torch.stack(losses).double().tolist() if losses else []
+        finite = [value for value in values if math.isfinite(value)]
+        taken = results[self._spec.accumulate - 1 :: self._spec.accumulate]  # the calls that could have stepped
+        stepped = [bool(result.stepped) for result in taken]
+        norms = [float(result.grad_norm) if ok else math.nan for result, ok in zip(taken, stepped, strict=True)]
+        if ending is not None:  # the step that raised has no result, and was not taken
+            norms.append(math.nan)
+            stepped.append(False)
+        elif 2 * len(finite) < len(values):
+            share = f"{len(values) - len(finite)} of {len(values)} training losses"
+            ending = Ending(Failure.NON_FINITE, self._step, f"by step {self._step} {share} were not finite")
+        evaluation = Evaluation(math.nan, math.nan) if ending else self.evaluate()
+        interval = Interval(
+            step=self._step,
+            loss=math.fsum(finite) / len(finite) if finite else math.nan,
+            evaluation=evaluation,
+            grad_norms=tuple(norms),
+            direction=math.nan if ending else self._direction(),
+            scale=self.amp.loss_scale,
+            skipped=stepped.count(False),
+            samples=samples,
+            seconds=seconds,
+        )
+        return interval, ending
+
+    # ---- looking ----
+
+    def evaluate(self) -> Evaluation:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with seeded(scattered_seed(self._seed, _EVALUATE)), torch.no_grad(), self.amp:
+                return Evaluation(self._validation_loss(), self._metric())
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _metric(self) -> float:
+        value = self._task.evaluate(self.model)
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise StudyError(f"Task {self._spec.spelled!r}: evaluate gives {value!r}. Return one number.") from error
+
+    def _validation_loss(self) -> float:
+        batches = self._spec.validation()
+        if batches is None:
+            return math.nan
+        total, count = 0.0, 0
+        for batch in batches:
+            size = _torch_probe.batch_size(batch) or 1
+            total += size * float(self._task.loss(self.model, _torch_probe.to_device(batch, self._device)))
+            count += size
+        return total / count if count else math.nan
+
+    def _direction(self) -> float:
+        """The cosine between this arm's gradient and fp32's, at these weights, on the latest batch."""
+        batch, seed = self._recent, scattered_seed(self._seed, _PROBE, self._step)
+        ours: list[Tensor] = []
+
+        def forward() -> Tensor:
+            with self.amp:
+                loss: Tensor = self._task.loss(self.model, batch)
+            return loss
+
+        with _torch_probe.undisturbed(self.model):
+            if not self.memory:
+                with seeded(seed):
+                    activations = _torch_probe.saved_bytes(forward, self.model)
+                self.memory = _torch_probe.state_bytes(self.model, self.optimizer) | {"activations": activations}
+            with seeded(seed):
+                ours = _torch_probe.gradients(forward(), self.model, scale=self.amp.loss_scale)
+            with seeded(seed):
+                theirs = _torch_probe.gradients(self._task.loss(self.model, batch), self.model)
+        return _torch_probe.agreement(ours, theirs)
+
+    def blame(self) -> list[Blame]:
+        """Which layers lose what fp32 keeps, on the next batch; see ``_torch_layers.blame``."""
+        batch = self._next_batch()
+        with seeded(scattered_seed(self._seed, _PROBE, 0)), _torch_probe.undisturbed(self.model):
+            return _torch_layers.blame(
+                self.model, lambda: self._task.loss(self.model, batch), lambda: self.amp, self._arm.policy.low_format
+            )
+
+    # ---- saving ----
+
+    def save(self) -> bytes:
+        buffer = io.BytesIO()
+        state = {
+            "model": self.model.state_dict(),
+            "buffers": dict(self.model.named_buffers()),  # those that state_dict leaves out, too
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "amp": self.amp.state_dict(),
+            "random": capture(),
+            "position": self._feed.position,
+            "step": self._step,
+            "memory": self.memory,
+        }
+        torch.save(state, buffer)
+        return buffer.getvalue()
+
+    def load(self, state: bytes) -> None:
+        # weights_only: a checkpoint in a results folder must not be able to run code.
+        data = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+        self.model.load_state_dict(data["model"])
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(data["buffers"][name])
+        self.optimizer.load_state_dict(data["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(data["scheduler"])
+        self.amp.load_state_dict(data["amp"])
+        self._feed.skip_to(data["position"])
+        self._step, self.memory = data["step"], data["memory"]
+        restore(data["random"])
