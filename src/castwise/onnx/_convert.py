@@ -1,0 +1,395 @@
+"""``convert``: from a model to a checked mixed-precision model, step by step.
+
+Read it, open it, find what its types allow, look at its constants, run it on the samples, plan, try, write, check. A
+step that cannot be taken (nothing runs a custom operator here) is left out and said so; a result that is not valid is
+never returned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from castwise.errors import did_you_mean
+from castwise.formats import parse_format
+from castwise.onnx import _assemble, _targets
+from castwise.onnx._apply import Applied, apply
+from castwise.onnx._capture import Captured, capture
+from castwise.onnx._constants import bring_masks_within_range, examine
+from castwise.onnx._errors import ConversionError
+from castwise.onnx._evaluate import Evaluator, infer
+from castwise.onnx._emulate import emulated
+from castwise.onnx._normalise import check, normalise
+from castwise.onnx._report import NodeRow, Report
+from castwise.onnx._run import Runner, load_failure
+from castwise.onnx._samples import Feed, Samples, made_up
+from castwise.onnx._scopes import Tree, build_tree
+from castwise.onnx._search import Search, fewest_wide
+from castwise.onnx._source import Source, Weights, read
+from castwise.plan import Plan
+from castwise.policy import Policy
+
+__all__ = ["Conversion", "convert"]
+
+log = logging.getLogger("castwise.onnx")
+
+TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+"""Default tolerance: about ten times the error of one rounding of every output, in either format."""
+
+_STAMP = "castwise.conversion"
+_MOST_LOADS = 12
+_LOADABLE = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model, what was done to it, and the plan behind it."""
+
+    report: Report
+    plan: Plan | None
+    """None where the model had been converted before and was returned as it was."""
+    source: Source = field(repr=False)
+    applied: Applied = field(repr=False)
+    fmt: str = "fp16"
+
+    @cached_property
+    def model(self) -> onnx.ModelProto:
+        """The whole model. Raises ConversionError where it is larger than a ModelProto can be: ``save`` it."""
+        return _assemble.assemble(self.source, self.applied, self.fmt)
+
+    def save(self, path: str | os.PathLike[str], *, external: bool | None = None) -> Path:
+        """Write the model, atomically. ``external`` puts the weights beside it; by default where it is too large."""
+        large = _assemble.total_bytes(self.source, self.applied, self.fmt) > _assemble.LIMIT
+        return _assemble.save(self.source, self.applied, self.fmt, path, large if external is None else external)
+
+
+def convert(
+    model: onnx.ModelProto | str | os.PathLike[str] | bytes,
+    *,
+    format: str = "float16",
+    calibration: object = None,
+    tolerance: float | None = None,
+    keep_io: bool = True,
+    policy: object = None,
+    target: str | None = None,
+) -> Conversion:
+    """Convert a model to mixed precision.
+
+    Args:
+        model: a path, bytes, or a ``ModelProto``, which is not changed. External data needs a path.
+        format: ``"float16"`` or ``"bfloat16"``: as few wide nodes as tolerance and policy allow, then as few casts.
+            ``"auto"``: the format and plan that cost the least time on ``target``.
+        calibration: feeds (input name -> array): one, several, an ``.npz`` file or a folder of them. Without, inputs
+            are made up from types and shapes, which shows that the result runs, but not what real values do.
+        tolerance: the largest error allowed of any output, max |difference| / max(1, max |fp32 value|).
+        keep_io: inputs and outputs keep their types. Otherwise they are what the nodes next to them compute in.
+        policy: rules for ops and layers, as everywhere in Castwise; layers are module paths where the exporter wrote
+            them down, else node names with dots.
+        target: the runtime it is for, one of ``castwise.onnx.TARGETS``.
+
+    Returns:
+        The conversion. Its model has passed ONNX's full checker.
+
+    Raises:
+        ConversionError: the model is not valid, or the tolerance cannot be kept, or the arguments make no sense.
+    """
+    started = time.perf_counter()
+    profile = _targets.get(target) if target is not None else None
+    fmt = _targets.choose_format(format, profile)
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < float(tolerance) < float("inf")):
+        raise ConversionError(f"tolerance: {tolerance!r} is no error to keep. Give a positive number such as 1e-2.")
+    source = read(model)
+    rules = replace(Policy() if policy is None else Policy.coerce(policy), format=parse_format(fmt).long_name)
+    rules = rules.resolve(profile.device if profile is not None else None)
+    settings = {"format": format, "tolerance": repr(tolerance), "keep_io": keep_io, "target": target, "rules": rules.to_dict()}
+    work = _Work(source, fmt, keep_io, rules, profile, tolerance, auto=format == "auto", settings=settings)
+    if work.stamped():
+        return work.unchanged(started)
+    return work.run(calibration, started)
+
+
+@dataclass
+class _Work:
+    source: Source
+    fmt: str
+    keep_io: bool
+    policy: Policy
+    target: _targets.Target | None
+    tolerance: float | None
+    auto: bool
+    settings: Mapping[str, object]
+    notes: list[str] = field(default_factory=list)
+    pins: dict[str, str] = field(default_factory=dict)
+    evaluator: Evaluator | None = None
+    samples: list[Feed] | Samples = field(default_factory=list)
+
+    def run(self, calibration: object, started: float) -> Conversion:
+        name = self.source.name
+        self.notes += self.source.notes
+        reference = normalise(self.source.skeleton, name, self.notes)
+        reference = infer(reference)
+        self.skeleton = onnx.ModelProto()
+        self.skeleton.CopyFrom(reference)
+        self.original = self.source.weights
+        self.weights = _copied(self.source.weights)
+        self.overridable = frozenset(self._listed(reference)) if self.source.overridable else frozenset[str]()
+        self.tree = self._tree()
+        if not any(True for _ in self.tree.nodes()):
+            self.notes.append("the model has no nodes")
+        self.notes += bring_masks_within_range(self.tree, self.weights, self.fmt)
+        self.source = replace(self.source, weights=self.weights)
+        captured = self._captured()
+        found = examine(captured, self.weights)
+        self.notes += found.notes
+        self.pins.update(found.pins)
+        self._check_rules(captured)
+        self._prepare(reference, calibration)
+        self.calibrated = calibration is not None
+        captured, search, plan, applied = self._loadable()
+        self._verify(search)
+        result = self._finished(applied)
+        report = self._report(captured, search, plan, result, time.perf_counter() - started)
+        log.info("%s", report.summary())
+        return Conversion(report, plan, self.source, result, self.fmt)
+
+    # ---- preparing ----
+
+    def _listed(self, model: onnx.ModelProto) -> set[str]:
+        inputs = {info.name for info in model.graph.input}
+        return (inputs & {tensor.name for tensor in model.graph.initializer}) | set(self.source.listed)
+
+    def _tree(self) -> Tree:
+        return build_tree(self.skeleton, self.weights.types, self.overridable)
+
+    def _captured(self) -> Captured:
+        return capture(self.tree, self.fmt, keep_io=self.keep_io, pins=self.pins, name=self.source.name)
+
+    def _check_rules(self, captured: Captured) -> None:
+        self.policy.match_layers([op.layer for op in captured.graph.ops if op.layer])
+
+    def _inputs(self) -> list[onnx.ValueInfoProto]:
+        held = set(self.weights) | {tensor.name for tensor in self.skeleton.graph.initializer}
+        return [info for info in self.skeleton.graph.input if info.name not in held or info.name in self.overridable]
+
+    def _prepare(self, reference: onnx.ModelProto, calibration: object) -> None:
+        """Samples, and the evaluator with its reference outputs; None where nothing runs the model."""
+        inputs = self._inputs()
+        if calibration is not None:
+            self.samples = Samples(calibration, inputs, self.overridable)
+            for _ in self.samples:  # refuse a wrong sample before any work is done
+                pass
+        else:
+            feed = self._made_up(reference, [info for info in inputs if info.name not in self.overridable])
+            if feed is None:
+                self.notes.append("not run: no inputs were given, and none could be made up that the model runs on")
+                return
+            self.notes.append(
+                "inputs were made up from types and shapes: that the model runs and stays finite on them says nothing "
+                "about the range of real values; give calibration data for that"
+            )
+            log.warning("No calibration data: inputs are made up, which cannot show whether real values leave the range.")
+            self.samples = [feed]
+        evaluator = Evaluator(reference, self.skeleton, self.weights, self.original, self.samples)
+        try:
+            evaluator.prepare(self.tree)
+            self.evaluator = evaluator
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            self.notes.append(f"not run, so neither ranges nor errors are known: {reason}")
+            log.warning("%s cannot be run here, so the result is not verified: %s", self.source.name, reason)
+        if evaluator.random:
+            self.notes.append(f"outputs that differ from run to run are not compared: {', '.join(sorted(evaluator.random))}")
+
+    def _made_up(self, reference: onnx.ModelProto, inputs: list[onnx.ValueInfoProto]) -> Feed | None:
+        weights = {name: np.asarray(array) for name, array in self.original.items()}
+        try:
+            runner = Runner(emulated(reference), weights)
+        except RuntimeError:
+            return None
+
+        def runs(feed: Feed) -> bool:
+            try:
+                runner.run(feed)
+            except RuntimeError:
+                return False
+            return True
+
+        return made_up(inputs, runs)
+
+    # ---- planning and writing ----
+
+    def _search(self, captured: Captured) -> Search:
+        missing = _targets.lacking(self.target, captured)
+        costs = _targets.costs(self.target, captured, missing) if self.auto else fewest_wide(captured, missing)
+        tolerance = self.tolerance if self.tolerance is not None else TOLERANCES[self.fmt]
+        search = Search(captured, costs, self.policy, self.evaluator, tolerance, self.calibrated)
+        if self.evaluator is not None:
+            try:
+                search.usual = self.evaluator.ranges(self.tree)
+            except RuntimeError as error:
+                self.notes.append(f"ranges could not be measured: {' '.join(str(error).split())[:300]}")
+        return search
+
+    def _loadable(self) -> tuple[Captured, Search, Plan, Applied]:
+        """Plan, write and check; nodes that ONNX Runtime has no kernel for, though it loads the original, go back."""
+        loads: bool | None = None
+        for _ in range(_MOST_LOADS):
+            captured = self._captured()
+            search = self._search(captured)
+            plan = search.run()
+            applied = apply(captured, self.skeleton, search.labels(plan))
+            check(applied.model, f"{self.source.name} (converted)")
+            if self.fmt != "fp16" or self.source.size > _LOADABLE:
+                break
+            failure = self._failure(applied)
+            if failure is None:
+                break
+            loads = self._original_loads() if loads is None else loads
+            node = _named_in(failure, plan) if loads else None
+            if node is None:
+                self.notes.append(f"ONNX Runtime does not load {'the result' if loads else 'the model'}: {failure[:300]}")
+                break
+            self.pins[node] = "ONNX Runtime has no 16-bit kernel for it on the CPU, and none in fp32 to fall back on"
+        return captured, search, plan, applied
+
+    def _failure(self, applied: Applied) -> str | None:
+        return load_failure(_assemble.assemble(self.source, applied, self.fmt).SerializeToString())
+
+    def _original_loads(self) -> bool:
+        untouched = Applied(self.skeleton, {}, frozenset(self.weights), 0)
+        return load_failure(_assemble.assemble(self.source, untouched, self.fmt).SerializeToString()) is None
+
+    def _verify(self, search: Search) -> None:
+        outcome = search.outcome
+        if outcome is None or outcome.error <= search.tolerance:
+            return
+        message = (
+            f"{self.source.name}: the error is {outcome.error:.3g} with everything that may be raised in fp32; the tolerance is "
+            f"{search.tolerance:g}."
+        )
+        if self.tolerance is not None and self.calibrated:
+            raise ConversionError(f"{message} Drop rules that keep ops in 16 bits, or allow more.")
+        self.notes.append(message)
+
+    def _finished(self, applied: Applied) -> Applied:
+        """The result with its stamp, by which converting it again is seen to change nothing."""
+        model = onnx.ModelProto()
+        model.CopyFrom(applied.model)
+        kept = [entry for entry in model.metadata_props if entry.key != _STAMP]
+        kept = [onnx.StringStringEntryProto(key=entry.key, value=entry.value) for entry in kept]
+        del model.metadata_props[:]
+        model.metadata_props.extend(kept)
+        model.metadata_props.add(key=_STAMP, value=json.dumps({"digest": _digest(model), "settings": _plain(self.settings)}))
+        return replace(applied, model=model)
+
+    def stamped(self) -> bool:
+        """Whether the model is a result of these very settings, and nobody has changed it since."""
+        entry = next((e.value for e in self.source.skeleton.metadata_props if e.key == _STAMP), None)
+        if entry is None:
+            return False
+        try:
+            data = json.loads(entry)
+        except ValueError:
+            return False
+        same = isinstance(data, dict) and data.get("settings") == _plain(self.settings)
+        return same and data.get("digest") == _digest(self.source.skeleton)
+
+    def unchanged(self, started: float) -> Conversion:
+        check(self.source.skeleton, self.source.name)
+        applied = Applied(self.source.skeleton, {}, frozenset(self.source.weights), 0)
+        self.notes.append("the model was converted with these settings before: it is returned as it is")
+        report = Report(
+            self.source.name, self.fmt, self.target.name if self.target else "", self.tolerance, (), 0, 0, 0, self.source.size,
+            self.source.size, (), (), tuple(self.notes), (), "", False, 0, time.perf_counter() - started, {},
+        )
+        return Conversion(report, None, self.source, applied, self.fmt)
+
+    def _report(self, captured: Captured, search: Search, plan: Plan, applied: Applied, seconds: float) -> Report:
+        labels = search.labels(plan)
+        rows = []
+        for op, node in captured.nodes.items():
+            low = labels[op]
+            rows.append(NodeRow(op, node.op_type, self.fmt if low else "fp32", "" if low else _reason(plan, op)))
+        known = {row.node for row in rows}
+        by_id = {node.id: node for node in self.tree.nodes()}
+        rows += [
+            NodeRow(op, by_id[op].op_type, "fp32", why) for op, why in captured.stays.items() if op not in known and op in by_id
+        ]
+        products = captured.products()
+        biggest = sorted(search.usual.items(), key=lambda item: -item[1])[:20]
+        self.notes += _targets.advice(self.target, captured, sum(labels[op] for op in products))
+        return Report(
+            model=self.source.name,
+            format=self.fmt,
+            target=self.target.name if self.target else "",
+            tolerance=self.tolerance,
+            nodes=tuple(rows),
+            products=len(products),
+            products_low=sum(labels[op] for op in products),
+            casts=applied.casts,
+            bytes_before=self.source.size,
+            bytes_after=_assemble.total_bytes(self.source, applied, self.fmt),
+            outputs=search.outcome.outputs if search.outcome is not None else (),
+            largest=tuple(biggest),
+            notes=tuple(dict.fromkeys(self.notes)),
+            steps=tuple(search.steps),
+            engine=self.evaluator.engine if self.evaluator is not None else "",
+            calibrated=self.calibrated,
+            samples=len(self.samples),
+            seconds=seconds,
+            fingerprint=_fingerprint(plan, self.target),
+        )
+
+
+def _copied(weights: Weights) -> Weights:
+    copy = Weights()
+    copy._load.update(weights._load)
+    copy.types.update(weights.types)
+    return copy
+
+
+def _named_in(failure: str, plan: Plan) -> str | None:
+    """The op that an error message of ONNX Runtime names, where the plan lowers one of that name."""
+    lowered = [op.id for op, label in zip(plan.problem.graph.ops, plan.labels, strict=True) if label]
+    return next((op for op in sorted(lowered, key=len, reverse=True) if f"'{op}'" in failure or f"({op})" in failure), None)
+
+
+def _reason(plan: Plan, op: str) -> str:
+    position = plan.problem.graph.positions[op]
+    pin = plan.problem.pins.get(position)
+    if pin is not None:
+        return pin.reason
+    if plan.lam > 0:
+        return "its rounding would cost more of the tolerance than that of the ops that were lowered"
+    return "lowering it would take more casts than it is worth"
+
+
+def _digest(model: onnx.ModelProto) -> str:
+    """SHA-256 of a skeleton's graph."""
+    return hashlib.sha256(model.graph.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _plain(settings: Mapping[str, object]) -> object:
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _fingerprint(plan: Plan, target: _targets.Target | None) -> dict[str, str]:
+    from castwise import __version__
+
+    made = {"castwise": __version__, "onnx": onnx.__version__, "python": platform.python_version()}
+    made |= {"graph": plan.problem.graph.digest, "target": target.name if target else ""}
+    return made
+
+
+_ = did_you_mean

@@ -1,0 +1,235 @@
+"""Reading an ONNX model so that its weights never have to fit into one message.
+
+A protocol buffer holds at most 2 GB, and copying a model to try a plan on it should not copy its weights. So a model is
+kept as a *skeleton*, in which every large initializer is only declared, and a store of arrays beside it. Type inference,
+planning, the checker and the evaluator work on the skeleton; the arrays come back when the result is put together.
+Weights in external files are mapped, not read, until somebody needs their values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import google.protobuf.message
+import numpy as np
+import onnx
+from onnx import external_data_helper, numpy_helper
+
+from castwise.onnx._errors import ConversionError
+
+__all__ = ["Array", "Source", "Weights", "read", "subgraphs", "tensor_array"]
+
+Array = np.ndarray[Any, Any]
+
+_LARGE = 1024
+"""Bytes from which on an initializer's values are kept outside of the skeleton."""
+
+_OLDEST_WITHOUT_INPUTS = 4
+"""The IR version from which on an initializer need not be listed as an input, so that one that is may be overridden."""
+
+
+class Weights(Mapping[str, Array]):
+    """Arrays by name, each loaded when it is asked for."""
+
+    def __init__(self) -> None:
+        self._load: dict[str, Callable[[], Array]] = {}
+        self.types: dict[str, tuple[int, tuple[int, ...]]] = {}
+        """ONNX element type and shape of each."""
+
+    def put(self, tensor: onnx.TensorProto, load: Callable[[], Array]) -> None:
+        self._load[tensor.name] = load
+        self.types[tensor.name] = (tensor.data_type, tuple(tensor.dims))
+
+    def __getitem__(self, name: str) -> Array:
+        return self._load[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load)
+
+    def __len__(self) -> int:
+        return len(self._load)
+
+
+@dataclass
+class Source:
+    """A model as it came: its skeleton, its weights, and how its graph listed them."""
+
+    skeleton: onnx.ModelProto
+    weights: Weights
+    order: tuple[str, ...]
+    """Initializers of the top graph in their order, of the skeleton and of the store."""
+    listed: frozenset[str]
+    """Stored weights that the model also lists as inputs."""
+    size: int
+    """Bytes of all initializers."""
+    name: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def overridable(self) -> bool:
+        """Whether an initializer that is listed as an input is there to be overridden."""
+        return int(self.skeleton.ir_version) >= _OLDEST_WITHOUT_INPUTS
+
+
+def read(model: object) -> Source:
+    """Read a model from a path, bytes or a ``ModelProto``, which is not changed.
+
+    Raises:
+        ConversionError: it is no ONNX model, or its external data is missing or too short.
+    """
+    if isinstance(model, onnx.ModelProto):
+        return _split(model, None, model.graph.name or "model")
+    if isinstance(model, (bytes, bytearray, memoryview)):
+        return _split(_parse(bytes(model), "the given bytes"), None, "model")
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConversionError(f"{type(model).__name__} is no ONNX model. Give a path, bytes or an onnx.ModelProto.")
+    path = Path(model)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror}). Give the path of an ONNX file.") from error
+    return _split(_parse(data, str(path)), path.parent, path.name)
+
+
+def _parse(data: bytes, name: str) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except (google.protobuf.message.DecodeError, ValueError, RuntimeError) as error:
+        raise ConversionError(f"{name} is no ONNX model ({error}). Export the model again, or copy it again.") from error
+    if not model.graph.node and not model.graph.output:
+        raise ConversionError(f"{name} holds no graph. Export the model again, or copy it again.")
+    return model
+
+
+def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
+    """Take the large initializers out of a model."""
+    weights, notes = Weights(), list[str]()
+    kept = onnx.GraphProto()
+    order: list[str] = []
+    size = 0
+    for tensor in model.graph.initializer:
+        order.append(tensor.name)
+        size += tensor_bytes(tensor)
+        external = external_data_helper.uses_external_data(tensor)
+        if external or (tensor_bytes(tensor) > _LARGE and tensor.data_type != onnx.TensorProto.STRING):
+            weights.put(tensor, _external(tensor, folder, name) if external else _inside(tensor, name))
+        else:
+            kept.initializer.add().CopyFrom(tensor)
+    skeleton = _without_initializers(model)
+    skeleton.graph.initializer.extend(kept.initializer)
+    for sparse in model.graph.sparse_initializer:
+        dense = _dense(sparse, name)
+        order.append(dense.name)
+        size += tensor_bytes(dense)
+        skeleton.graph.initializer.append(dense)
+        notes.append(f"sparse initializer {dense.name!r} is stored densely")
+    for graph in subgraphs(skeleton.graph):
+        for tensor in graph.initializer:
+            if external_data_helper.uses_external_data(tensor):
+                tensor.CopyFrom(numpy_helper.from_array(_external(tensor, folder, name)(), tensor.name))
+    inputs = {value.name for value in skeleton.graph.input}
+    for weight, (elem, shape) in weights.types.items():
+        if weight not in inputs:
+            skeleton.graph.input.append(onnx.helper.make_tensor_value_info(weight, elem, shape))
+    return Source(skeleton, weights, tuple(order), frozenset(inputs & set(weights)), size, name, notes)
+
+
+def _without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy that never copies an initializer's bytes."""
+    copy = onnx.ModelProto()
+    for descriptor, value in model.ListFields():
+        if descriptor.name == "graph":
+            continue
+        _assign(copy, descriptor.name, value)
+    for descriptor, value in model.graph.ListFields():
+        if descriptor.name not in ("initializer", "sparse_initializer"):
+            _assign(copy.graph, descriptor.name, value)
+    return copy
+
+
+def _assign(message: Any, name: str, value: Any) -> None:
+    field_ = getattr(message, name)
+    if hasattr(field_, "MergeFrom") and not isinstance(value, (str, bytes, int, float)):
+        field_.MergeFrom(value)
+    else:
+        setattr(message, name, value)
+
+
+def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """All graphs nested in ``graph``, outer ones first."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            nested = [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else list(attribute.graphs)
+            for inner in nested:
+                yield inner
+                yield from subgraphs(inner)
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int:
+    """How many bytes a tensor's values take."""
+    try:
+        item = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (KeyError, TypeError, ValueError):
+        item = 1
+    return int(np.prod(tensor.dims, dtype=np.int64)) * item
+
+
+def tensor_array(tensor: onnx.TensorProto, name: str = "the model") -> Array:
+    """The values of a tensor. Raises ConversionError where its bytes do not fit its shape."""
+    try:
+        return numpy_helper.to_array(tensor)
+    except Exception as error:  # onnx raises whatever its parts raise
+        raise ConversionError(
+            f"{name}: initializer {tensor.name!r} cannot be read ({error}). Export the model again, or copy it again."
+        ) from error
+
+
+def _inside(tensor: onnx.TensorProto, name: str) -> Callable[[], Array]:
+    tensor_array(tensor, name)  # a broken one is refused now, not in the middle of the work
+    return lambda: tensor_array(tensor, name)
+
+
+def _external(tensor: onnx.TensorProto, folder: Path | None, name: str) -> Callable[[], Array]:
+    """Map a tensor's values from its file. Its path must stay inside the model's folder."""
+    if folder is None:
+        raise ConversionError(
+            f"{name}: the values of {tensor.name!r} are in an external file, whose folder is not known. Give the path of "
+            "the model instead of the model, or load it with its external data."
+        )
+    entry = {item.key: item.value for item in tensor.external_data}
+    root = folder.resolve()
+    path = (root / entry.get("location", "")).resolve()
+    if not path.is_relative_to(root):
+        raise ConversionError(f"{name}: {tensor.name!r} lies outside of the model's folder ({path}). Move it there.")
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    offset, wanted = int(entry.get("offset", 0)), tensor_bytes(tensor)
+    if not path.is_file() or path.stat().st_size < offset + wanted:
+        raise ConversionError(
+            f"{name}: {tensor.name!r} should be {wanted} bytes at {offset} of {path.name}, which are not there. Copy the "
+            "external data beside the model again."
+        )
+    shape = tuple(tensor.dims)
+    if not wanted:
+        return lambda: np.zeros(shape, dtype)
+    return lambda: np.memmap(path, dtype, "r", offset, shape)
+
+
+def _dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:
+    values = tensor_array(sparse.values, name)
+    indices = tensor_array(sparse.indices, name)
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    try:
+        if indices.ndim == 1:
+            dense.reshape(-1)[indices] = values
+        else:
+            dense[tuple(indices.T)] = values
+    except IndexError as error:
+        raise ConversionError(
+            f"{name}: sparse initializer {sparse.values.name!r} has indices outside of its shape. Export it again."
+        ) from error
+    return numpy_helper.from_array(dense, sparse.values.name)
