@@ -1,0 +1,133 @@
+"""Equations that hold jaxprs: calls, loops, branches, and functions with derivatives of their own.
+
+Each is rewritten from the inside: first the jaxpr it holds, for the dtypes its inputs have now, then the equation
+around it. What JAX demands of them is kept without a change by the user: a loop carries what it is given, all branches
+return the same.
+
+A loop's carry keeps the dtype it was written with. Carried in 16 bits, a running sum would be rounded in every
+iteration; and what was computed in 16 bits loses nothing when it is carried in 32. A policy that wants the memory says
+so: ``ops = {"scan": "low", "loop": "low"}``. Loop constants are cast inside the loop, which the compiler moves out of
+it, so that their gradients are summed over the iterations in their own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from castwise.policy import Rule
+
+from ._custom import custom_jvp_call, custom_vjp_call
+from ._dtypes import DType, widest
+from ._rewrite import Body, InType, coerced
+
+__all__ = ["HANDLERS", "REGION"]
+
+#: The name of the jit call around a region: an outer region leaves an inner one as it is.
+REGION = "castwise_autocast"
+
+Handler = Callable[[Body, JaxprEqn, str, str], None]
+
+
+def _inside(holder: Any) -> Jaxpr:
+    jaxpr: Jaxpr = holder.jaxpr if isinstance(holder, ClosedJaxpr) else holder
+    return jaxpr
+
+
+def _like(holder: Any, jaxpr: Jaxpr) -> Any:
+    return ClosedJaxpr(jaxpr, holder.consts) if isinstance(holder, ClosedJaxpr) else jaxpr
+
+
+def _call(key: str) -> Handler:
+    """A call: inputs go in as they are, results come out as they are."""
+
+    def handler(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+        if str(eqn.params.get("name", "")).startswith(REGION):
+            body.as_written(eqn)
+            return
+        values = [body.read(var) for var in eqn.invars]
+        holder = eqn.params[key]
+        done = body.rewriter.jaxpr(_inside(holder), [value.type for value in values], layer, f"{path}/")
+        params = {**eqn.params, key: _like(holder, done.jaxpr)}
+        body.emit(eqn, [value.atom for value in values], done.out, params)
+
+    return handler
+
+
+def _scan(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    params = eqn.params
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    values = [body.read(var) for var in eqn.invars]
+    consts, xs = values[:first], values[last:]
+    carry = _carry_dtypes(body, eqn, eqn.invars[first:last], layer)
+    types = [value.type for value in consts] + [InType(dtype) for dtype in carry] + [InType(x.dtype) for x in xs]
+    done = body.rewriter.jaxpr(_inside(params["jaxpr"]), types, layer, f"{path}/")
+    out = [*carry, *done.out[len(carry) :]]
+    jaxpr = ClosedJaxpr(coerced(done, out), params["jaxpr"].consts)
+    inits = [body.cast(value, dtype, eqn) for value, dtype in zip(values[first:last], carry, strict=True)]
+    atoms = [*(value.atom for value in consts), *inits, *(x.atom for x in xs)]
+    body.emit(eqn, atoms, out, {**params, "jaxpr": jaxpr})
+
+
+def _while(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    params = eqn.params
+    for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
+    values = [body.read(var) for var in eqn.invars]
+    consts = values[: for_cond + for_body]
+    carry = _carry_dtypes(body, eqn, eqn.invars[len(consts) :], layer)
+    carried = [InType(dtype) for dtype in carry]
+    condition = body.rewriter.jaxpr(
+        _inside(params["cond_jaxpr"]), [value.type for value in consts[:for_cond]] + carried, layer, f"{path}/cond/"
+    )
+    step = body.rewriter.jaxpr(
+        _inside(params["body_jaxpr"]), [value.type for value in consts[for_cond:]] + carried, layer, f"{path}/"
+    )
+    new = {
+        "cond_jaxpr": ClosedJaxpr(condition.jaxpr, params["cond_jaxpr"].consts),
+        "body_jaxpr": ClosedJaxpr(coerced(step, carry), params["body_jaxpr"].consts),
+    }
+    inits = [body.cast(value, dtype, eqn) for value, dtype in zip(values[len(consts) :], carry, strict=True)]
+    body.emit(eqn, [*(value.atom for value in consts), *inits], carry, {**params, **new})
+
+
+def _carry_dtypes(body: Body, eqn: JaxprEqn, carried: Sequence[Any], layer: str) -> list[DType | None]:
+    dtypes = [body.rewriter.castable_dtype(var.aval) for var in carried]
+    choice = body.rewriter.choose(eqn.primitive.name, layer)
+    if choice.rule is Rule.LOW:
+        return [choice.dtype if dtype is not None else None for dtype in dtypes]
+    return dtypes
+
+
+def _cond(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    index, *operands = [body.read(var) for var in eqn.invars]
+    types = [value.type for value in operands]
+    branches = eqn.params["branches"]
+    done = [
+        body.rewriter.jaxpr(_inside(branch), types, layer, f"{path}/{number}/")
+        for number, branch in enumerate(branches)
+    ]
+    out = [_joined(dtypes) for dtypes in zip(*(one.out for one in done), strict=True)]
+    closed = tuple(ClosedJaxpr(coerced(one, out), branch.consts) for one, branch in zip(done, branches, strict=True))
+    body.emit(eqn, [index.atom, *(value.atom for value in operands)], out, {**eqn.params, "branches": closed})
+
+
+def _joined(dtypes: tuple[DType | None, ...]) -> DType | None:
+    return widest([dtype for dtype in dtypes if dtype is not None]) if dtypes[0] is not None else None
+
+
+HANDLERS: dict[str, Handler] = {
+    "jit": _call("jaxpr"),
+    "pjit": _call("jaxpr"),
+    "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"),
+    "remat2": _call("jaxpr"),
+    "checkpoint": _call("jaxpr"),
+    "shard_map": _call("jaxpr"),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp_call": custom_jvp_call,
+    "custom_vjp_call": custom_vjp_call,
+}

@@ -1,0 +1,43 @@
+"""Layer paths from JAX's name stack.
+
+JAX remembers for every equation which ``jax.named_scope`` it was written in; Flax linen and Haiku open one for each
+module. A scope may hold several names ("encoder/layer_0"): slashes and dots both separate. Transformations (vmap, jvp)
+leave entries on the stack too, which are no layers and are passed over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+__all__ = ["layer_path", "layers_of"]
+
+
+def layer_path(outer: str, name_stack: Any) -> str:
+    """The dotted path of an equation: the scopes around the jaxpr it is in, and those within."""
+    inner = _inner_path(name_stack.stack) if name_stack.stack else ""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
+
+
+@functools.lru_cache(maxsize=8192)
+def _inner_path(stack: tuple[Any, ...]) -> str:
+    names = (entry.name for entry in stack if type(entry).__name__ == "Scope")
+    return ".".join(part for name in names for part in name.replace("/", ".").split(".") if part)
+
+
+def layers_of(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The paths of all equations, those of inner jaxprs included, in order of first use; "" for the whole first."""
+    return tuple(dict.fromkeys(["", *_layers(jaxpr, "")]))
+
+
+def _layers(jaxpr: Jaxpr, outer: str) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        path = layer_path(outer, eqn.source_info.name_stack)
+        yield path
+        for held in eqn.params.values():
+            for one in held if isinstance(held, tuple | list) else (held,):
+                if isinstance(one, ClosedJaxpr | Jaxpr):
+                    yield from _layers(one.jaxpr if isinstance(one, ClosedJaxpr) else one, path)

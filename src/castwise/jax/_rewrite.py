@@ -1,0 +1,455 @@
+"""One jaxpr into another that computes in the formats a policy or a plan decides.
+
+The alternative, an interpreter that casts while it binds one primitive after another, has to be traced again, loses
+track inside every primitive that holds a jaxpr, and is slow: the caches that make JAX trace a layer once do not see it.
+Here a jaxpr is rewritten as data: each equation is copied with its inputs cast and its results retyped, and jaxprs
+inside equations (in ``_control.py``) are rewritten the same way, once for each set of input dtypes. Nothing is traced,
+so it costs a fraction of what tracing the function did, and names, scopes, source lines and shardings stay where they
+were.
+
+A variable of the old jaxpr becomes a ``Value``: the same number in one or more dtypes, so that no cast is made twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+
+from castwise.policy import Rule
+
+from ._dtypes import CASTABLE, FP32, DType, fits, float_dtype, saturated, widest
+from ._layers import layer_path
+from ._rules import Choice, Chooser, contraction_length, demands
+
+__all__ = ["Body", "InType", "Record", "Rewriter", "Rewritten", "Value", "coerced"]
+
+_CONVERT: Primitive = jax.lax.convert_element_type_p
+_BROADCAST: Primitive = jax.lax.broadcast_in_dim_p
+
+
+@dataclass(frozen=True, slots=True)
+class InType:
+    """What is known of a jaxpr's input: its dtype (None: not castable), and its value if it is a constant."""
+
+    dtype: DType | None
+    constant: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A rewritten jaxpr, and the dtype of each result (None where it is not castable)."""
+
+    jaxpr: Jaxpr
+    out: tuple[DType | None, ...]
+
+
+@dataclass(slots=True)
+class Value:
+    """What a variable has become: its own dtype, the atom that holds it there, and casts of it made so far."""
+
+    atom: Any
+    dtype: DType | None  # None: not castable
+    constant: float | None = None
+    casts: dict[DType, Any] | None = None
+
+    @property
+    def type(self) -> InType:
+        return InType(self.dtype, self.constant)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One equation as it was decided; what reports and tests read."""
+
+    path: str
+    layer: str
+    primitive: str
+    choice: Choice
+    given: tuple[DType, ...]  # the castable inputs as they came
+    computed: tuple[DType, ...]  # ... and as the equation reads them
+    result: tuple[DType, ...]
+    casts: int  # casts made for it
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Rewriter:
+    """Rewrites jaxprs by the choices of one policy or plan. Keeps what it has rewritten as long as the original lives.
+
+    Args:
+        choose: the choice for a primitive in a layer.
+        layered: whether layers matter to ``choose``; if not, a jaxpr is rewritten once wherever it is used.
+        records: a list that receives a ``Record`` of each equation; it turns keeping off.
+        castable: dtypes that may be changed.
+        at: choices by path of the equation, for plans; it turns keeping off.
+    """
+
+    def __init__(
+        self,
+        choose: Chooser,
+        *,
+        layered: bool = False,
+        records: list[Record] | None = None,
+        castable: frozenset[DType] = CASTABLE,
+        at: dict[str, Choice] | None = None,
+    ) -> None:
+        self.choose = choose
+        self.layered = layered or records is not None
+        self.records = records
+        self.castable = castable
+        self.at = at
+        from ._control import HANDLERS  # it needs this module's classes
+
+        self.handlers = HANDLERS
+        self._kept: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Rewritten]] = weakref.WeakKeyDictionary()
+        self._whole: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
+
+    def castable_dtype(self, aval: Any) -> DType | None:
+        """The dtype of an abstract value if it may be changed."""
+        dtype = float_dtype(aval)
+        return dtype if dtype in self.castable else None
+
+    def jaxpr(self, jaxpr: Jaxpr, types: Sequence[InType], layer: str = "", path: str = "") -> Rewritten:
+        """``jaxpr`` for inputs of other dtypes. Its constants keep theirs; its results have whatever dtype they get."""
+        if self.records is not None or self.at is not None:
+            return Body(self, jaxpr, types, layer, path).rewritten()
+        kept = self._kept.setdefault(jaxpr, {})
+        key = (tuple(types), layer if self.layered else "")
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = Body(self, jaxpr, types, layer, path).rewritten()
+        return found
+
+    def whole(self, jaxpr: Jaxpr) -> Jaxpr:
+        """``jaxpr`` with the same inputs and results as before, and other formats inside."""
+        found = self._whole.get(jaxpr)
+        if found is None:
+            types = [InType(self.castable_dtype(var.aval)) for var in jaxpr.invars]
+            done = self.jaxpr(jaxpr, types)
+            found = coerced(done, [self.castable_dtype(var.aval) for var in jaxpr.outvars], jaxpr.outvars)
+            self._whole[jaxpr] = found
+        return found
+
+
+class Body:
+    """The rewriting of one jaxpr, while it goes on."""
+
+    def __init__(self, rewriter: Rewriter, old: Jaxpr, types: Sequence[InType], layer: str, path: str) -> None:
+        self.rewriter = rewriter
+        self.old = old
+        self.layer = layer
+        self.path = path
+        self.eqns: list[JaxprEqn] = []
+        self._env: dict[Var, Value] = {}
+        self._input_of: dict[Any, Any] = {}  # old input -> new, for effects that name their variable
+        self.constvars = [self._input(var, InType(rewriter.castable_dtype(var.aval))) for var in old.constvars]
+        self.invars = [self._input(var, type_) for var, type_ in zip(old.invars, types, strict=True)]
+
+    def _input(self, old: Var, type_: InType) -> Var:
+        aval = old.aval if type_.dtype is None else _retyped(old.aval, type_.dtype)
+        new = Var(aval, old.initial_qdd, old.final_qdd)
+        self._env[old] = Value(new, type_.dtype, type_.constant)
+        self._input_of[old] = new
+        return new
+
+    def rewritten(self) -> Rewritten:
+        """Rewrite all equations."""
+        choose, layer = self.rewriter.choose, self.layer
+        needs_layer = self.rewriter.layered
+        for index, eqn in enumerate(self.old.eqns):
+            if needs_layer:
+                layer = layer_path(self.layer, eqn.source_info.name_stack)
+            path = f"{self.path}{index}"
+            handler = self.rewriter.handlers.get(eqn.primitive.name)
+            if handler is not None:
+                handler(self, eqn, layer, path)
+                continue
+            at = self.rewriter.at
+            choice = at.get(path) if at is not None else None
+            self.plain(eqn, choice or choose(eqn.primitive.name, layer), layer, path)
+        outs = [self.read(var) for var in self.old.outvars]
+        jaxpr = Jaxpr(
+            self.constvars,
+            self.invars,
+            [value.atom for value in outs],
+            self.eqns,
+            self._effects(self.old.effects),
+            self.old.debug_info,
+            self.old.is_high,
+        )
+        return Rewritten(jaxpr, tuple(value.dtype for value in outs))
+
+    # ---- values ----
+
+    def read(self, atom: Any) -> Value:
+        """What a variable or literal of the old jaxpr is now."""
+        if type(atom) is Literal:
+            dtype = self.rewriter.castable_dtype(atom.aval)
+            constant = float(atom.val) if dtype is not None and not np.shape(atom.val) else None
+            return Value(atom, dtype, constant)
+        return self._env[atom]
+
+    def write(self, old: Var, value: Value) -> None:
+        """Say what an old variable has become."""
+        self._env[old] = value
+
+    def new_var(self, aval: Any, dtype: DType | None) -> Var:
+        """A new variable like ``aval``, in ``dtype`` where that is given."""
+        return Var(aval if dtype is None else _retyped(aval, dtype))
+
+    def cast(self, value: Value, dtype: DType | None, eqn: JaxprEqn) -> Any:
+        """The atom of a value in ``dtype`` (None: as it is). A cast that was made before is used again."""
+        if dtype is None or value.dtype is None or value.dtype == dtype:
+            return value.atom
+        if value.casts is None:
+            value.casts = {}
+        made = value.casts.get(dtype)
+        if made is None:
+            made = value.casts[dtype] = self._cast(value, dtype, eqn)
+        return made
+
+    def _cast(self, value: Value, dtype: DType, eqn: JaxprEqn) -> Any:
+        aval = _retyped(value.atom.aval, dtype)
+        if value.constant is None:
+            return self._emit_new(eqn, _CONVERT, [value.atom], aval, new_dtype=dtype, weak_type=False, sharding=None)
+        constant = saturated(value.constant, dtype)
+        scalar = _literal(np.asarray(constant, dtype)[()], ShapedArray((), dtype))
+        if not aval.shape:
+            return scalar
+        shape = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
+        return self._emit_new(eqn, _BROADCAST, [scalar], aval, **shape)
+
+    def _emit_new(self, eqn: JaxprEqn, primitive: Primitive, atoms: list[Any], aval: Any, **params: Any) -> Var:
+        out = Var(aval)
+        self.eqns.append(
+            eqn.replace(invars=atoms, outvars=[out], primitive=primitive, params=params, effects=frozenset())
+        )
+        return out
+
+    # ---- equations ----
+
+    def emit(
+        self, eqn: JaxprEqn, atoms: list[Any], dtypes: Sequence[DType | None], params: dict[str, Any] | None = None
+    ) -> list[Value]:
+        """Add an equation like ``eqn`` with other inputs; ``dtypes`` are its results', which are returned as values."""
+        values = []
+        for old, dtype in zip(eqn.outvars, dtypes, strict=True):
+            value = Value(self.new_var(old.aval, dtype), dtype)
+            self._env[old] = value
+            values.append(value)
+        self.eqns.append(
+            eqn.replace(
+                invars=atoms,
+                outvars=[value.atom for value in values],
+                params=eqn.params if params is None else params,
+                effects=self._effects(eqn.effects),
+            )
+        )
+        return values
+
+    def as_written(self, eqn: JaxprEqn) -> list[Value]:
+        """Add an equation with the dtypes that it was written with."""
+        atoms = [self.cast(self.read(var), self.rewriter.castable_dtype(var.aval), eqn) for var in eqn.invars]
+        return self.emit(eqn, atoms, [self.rewriter.castable_dtype(var.aval) for var in eqn.outvars])
+
+    def plain(self, eqn: JaxprEqn, choice: Choice, layer: str, path: str) -> None:
+        """Add an equation that holds no jaxpr of its own, in the dtype that its choice asks for."""
+        before = len(self.eqns)
+        values = [self.read(var) for var in eqn.invars]
+        floats = [value for value in values if value.dtype is not None]
+        if eqn.primitive is _CONVERT:
+            self._convert(eqn, values[0])
+        elif choice.rule is None or not floats or _holds_jaxpr_of_its_own(eqn.params):
+            self.as_written(eqn)
+        elif choice.rule is Rule.WIDEST and _passes_through(eqn):
+            self.emit(eqn, [value.atom for value in values], [value.dtype for value in values])
+        else:
+            choice = self._on_its_merits(eqn, choice)
+            self._arithmetic(eqn, choice, values, floats)
+        if self.rewriter.records is not None:
+            self.record(eqn, choice, layer, path, floats, before)
+
+    def _on_its_merits(self, eqn: JaxprEqn, choice: Choice) -> Choice:
+        """The choice, once it is seen that a product asks for its precision or has nothing to sum."""
+        if "preferred_element_type" not in eqn.params:
+            return choice
+        demand = demands(eqn.params)
+        if demand:
+            return replace(choice, rule=None, reason=demand)
+        if choice.rule is Rule.LOW:
+            shapes = [getattr(var.aval, "shape", ()) for var in eqn.invars]
+            if contraction_length(eqn.primitive.name, eqn.params, shapes) == 1:
+                return replace(
+                    choice, rule=Rule.WIDEST, reason="it sums a single term: nothing to gain, digits to lose"
+                )
+        return choice
+
+    def _arithmetic(self, eqn: JaxprEqn, choice: Choice, values: list[Value], floats: list[Value]) -> None:
+        if choice.rule is None:
+            self.as_written(eqn)
+            return
+        dtype = choice.dtype if choice.rule is not Rule.WIDEST else self._widest(choice, floats)
+        assert dtype is not None
+        atoms = [self.cast(value, dtype, eqn) for value in values]
+        params, result = _params_for(eqn, dtype, choice)
+        castable = self.rewriter.castable_dtype
+        results = self.emit(eqn, atoms, [result if castable(var.aval) else None for var in eqn.outvars], params)
+        if choice.view and len(values) == 1:
+            results[0].constant = values[0].constant
+
+    def _widest(self, choice: Choice, floats: list[Value]) -> DType:
+        """The widest dtype among the inputs. Constants follow the others, unless they would not survive that."""
+        strong = {value.dtype for value in floats if value.constant is None and value.dtype is not None}
+        dtype = widest(strong or {value.dtype for value in floats if value.dtype is not None})
+        if strong and not choice.stores_constant:
+            for value in floats:
+                if value.constant is not None and not fits(value.constant, dtype):
+                    return widest([dtype, FP32])
+        return dtype
+
+    def _convert(self, eqn: JaxprEqn, value: Value) -> None:
+        """A conversion that the user wrote is kept, one that only changed weak types passes its input on."""
+        old, new = self.rewriter.castable_dtype(eqn.invars[0].aval), self.rewriter.castable_dtype(eqn.outvars[0].aval)
+        if value.dtype is not None and new is not None and (old == new or value.dtype == new):
+            self.write(eqn.outvars[0], value)
+            return
+        converted = self.emit(eqn, [value.atom], [new])[0]
+        converted.constant = value.constant
+
+    # ---- bookkeeping ----
+
+    def record(
+        self, eqn: JaxprEqn, choice: Choice, layer: str, path: str, floats: Sequence[Value], before: int
+    ) -> None:
+        """Tell the rewriter's list what became of an equation, the last one added."""
+        if self.rewriter.records is None:
+            return
+        castable = self.rewriter.castable_dtype
+        emitted = self.eqns[-1] if len(self.eqns) > before else eqn
+        self.rewriter.records.append(
+            Record(
+                path,
+                layer,
+                eqn.primitive.name,
+                choice,
+                tuple(value.dtype for value in floats if value.dtype is not None),
+                tuple(dtype for var in emitted.invars if (dtype := castable(var.aval)) is not None),
+                tuple(dtype for var in eqn.outvars if (dtype := self.read(var).dtype) is not None),
+                sum(made.primitive is _CONVERT for made in self.eqns[before:-1]),
+                tuple(tuple(getattr(var.aval, "shape", ())) for var in eqn.invars),
+            )
+        )
+
+    def _effects(self, effects: Any) -> Any:
+        """Effects that name a variable (a read or write of mutable memory) name the new one."""
+        if not any(hasattr(effect, "input") for effect in effects):
+            return effects
+        return {self._effect(effect) for effect in effects}
+
+    def _effect(self, effect: Any) -> Any:
+        if not hasattr(effect, "input") or isinstance(effect.input, int):
+            return effect
+        return effect.replace(self._env[effect.input].atom)
+
+
+def coerced(done: Rewritten, dtypes: Sequence[DType | None], like: Sequence[Any] | None = None) -> Jaxpr:
+    """The rewritten jaxpr with results in ``dtypes`` (None: as they are), and as weakly typed as ``like``."""
+    jaxpr, eqns, outs = done.jaxpr, list(done.jaxpr.eqns), list[Any]()
+    made: dict[tuple[int, DType, bool], Var] = {}
+    for index, (out, dtype) in enumerate(zip(jaxpr.outvars, dtypes, strict=True)):
+        aval: Any = out.aval
+        weak = bool(like is not None and getattr(like[index].aval, "weak_type", False))
+        if dtype is None or (float_dtype(aval) == dtype and aval.weak_type == weak):
+            outs.append(out)
+            continue
+        key = (id(out), dtype, weak)
+        if key not in made:
+            made[key] = Var(aval.update(dtype=dtype, weak_type=weak))
+            params = {"new_dtype": dtype, "weak_type": weak, "sharding": None}
+            eqns.append(jax.extend.core.new_jaxpr_eqn([out], [made[key]], _CONVERT, params, frozenset()))
+        outs.append(made[key])
+    return Jaxpr(jaxpr.constvars, jaxpr.invars, outs, eqns, jaxpr.effects, jaxpr.debug_info, jaxpr.is_high)
+
+
+def _literal(value: Any, aval: Any) -> Literal:
+    return Literal(value, aval)  # type: ignore[no-untyped-call]
+
+
+def _retyped(aval: Any, dtype: DType) -> Any:
+    if aval.dtype == dtype and not aval.weak_type:
+        return aval
+    return aval.update(dtype=dtype, weak_type=False)
+
+
+def _passes_through(eqn: JaxprEqn) -> bool:
+    """Whether each result is its own input's (a barrier, a sum over devices): inputs need no common dtype."""
+    ins, outs = eqn.invars, eqn.outvars
+    if not eqn.primitive.multiple_results or len(ins) != len(outs):
+        return False
+    return all(getattr(a.aval, "dtype", None) == getattr(b.aval, "dtype", None) for a, b in zip(ins, outs, strict=True))
+
+
+def _params_for(eqn: JaxprEqn, dtype: DType, choice: Choice) -> tuple[dict[str, Any], DType]:
+    """The parameters of an equation whose floating inputs are now of ``dtype``, and the dtype of its results."""
+    params = eqn.params
+    if "preferred_element_type" in params:
+        return _product_params(eqn, dtype, choice)
+    retyped = {
+        key: ClosedJaxpr(_with_dtype(value.jaxpr, dtype), value.consts)
+        if isinstance(value, ClosedJaxpr)
+        else _with_dtype(value, dtype)
+        for key, value in params.items()
+        if isinstance(value, ClosedJaxpr | Jaxpr)
+    }
+    return ({**params, **retyped} if retyped else params), dtype
+
+
+def _product_params(eqn: JaxprEqn, dtype: DType, choice: Choice) -> tuple[dict[str, Any], DType]:
+    """A product's result has the dtype of its inputs, unless it was written to be wider than they are."""
+    preferred = eqn.params["preferred_element_type"]
+    written = widest(d for var in eqn.invars if (d := float_dtype(var.aval)) is not None)
+    result = dtype
+    if preferred is not None and widest([np.dtype(preferred), written]) != written:
+        result = widest([np.dtype(preferred), dtype])
+    if choice.wide_result:
+        result = widest([FP32, dtype])
+    if preferred is None and result == dtype:
+        return eqn.params, dtype
+    return {**eqn.params, "preferred_element_type": result}, result
+
+
+# Parameters that say how two numbers are combined: they hold one equation, and take the dtype of the operation.
+_COMBINERS = frozenset({"update_jaxpr", "jaxpr", "select_jaxpr", "scatter_jaxpr"})
+
+
+def _holds_jaxpr_of_its_own(params: dict[str, Any]) -> bool:
+    """Whether an equation holds a program, rather than a scatter's or reduction's way to combine two numbers."""
+    for key, value in params.items():
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+            if key not in _COMBINERS or any(getattr(var.aval, "shape", ()) for var in inner.invars):
+                return True
+    return False
+
+
+def _with_dtype(jaxpr: Jaxpr, dtype: DType) -> Jaxpr:
+    """A combiner for numbers of another dtype."""
+    new: dict[Var, Var] = {}
+
+    def var(old: Any) -> Any:
+        retyped = _retyped(old.aval, dtype) if float_dtype(old.aval) in CASTABLE else old.aval
+        if isinstance(old, Literal):
+            return _literal(old.val, retyped)
+        return new.setdefault(old, Var(retyped))
+
+    invars, constvars = [var(v) for v in jaxpr.invars], [var(v) for v in jaxpr.constvars]
+    eqns = [
+        eqn.replace(invars=[var(v) for v in eqn.invars], outvars=[var(v) for v in eqn.outvars]) for eqn in jaxpr.eqns
+    ]
+    return Jaxpr(constvars, invars, [var(v) for v in jaxpr.outvars], eqns, jaxpr.effects, jaxpr.debug_info)

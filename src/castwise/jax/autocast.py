@@ -1,0 +1,177 @@
+"""``autocast``: a function that computes the same in other formats.
+
+The wrapped function is traced as ``jax.jit`` would trace it, its jaxpr is rewritten (``_rewrite.py``), and the result
+runs as one jitted call. So it can be differentiated, vmapped, sharded and jitted like any other function, in any order,
+and a region inside a region keeps its own policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from castwise.policy import Policy
+
+from ._control import REGION
+from ._layers import layers_of
+from ._rewrite import Rewriter
+from ._rules import resolve, rules_for
+
+if TYPE_CHECKING:
+    from .planned import JaxPlan
+
+__all__ = ["autocast"]
+
+log = logging.getLogger("castwise.jax")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Functions traced for one set of static arguments, the most recent ones.
+_KEPT_CALLS = 64
+
+
+def autocast(
+    fn: Callable[P, R],
+    policy: Policy | str | Any = "auto",
+    *,
+    plan: JaxPlan | None = None,
+) -> Callable[P, R]:
+    """``fn`` with every operation computed in the format that the policy, or the plan, decides for it.
+
+    Args:
+        fn: any function that ``jax.jit`` could trace once its non-array arguments are fixed.
+        policy: a ``castwise.Policy``, a preset's or format's name, or the path of a policy file.
+        plan: a plan of ``castwise.jax.plan`` for this function, instead of a policy.
+
+    Returns:
+        A function of the same signature, whose results have the same shapes and dtypes. Arrays in its arguments, at
+        any depth of any pytree, positional or by keyword, are traced; all else, Python numbers too, is fixed for the
+        call. Integers, booleans, complex numbers, float64 and PRNG keys are left alone.
+
+    Raises:
+        PolicyError: the policy makes no sense, or asks for a format that JAX cannot compute in.
+
+    Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
+    """
+    region = _Region(fn, policy, plan)
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = region(args, kwargs)
+        return result
+
+    wrapped._castwise_region = region  # type: ignore[attr-defined]
+    return wrapped
+
+
+class _Region:
+    """What ``autocast`` knows of one function."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Any, plan: JaxPlan | None) -> None:
+        self.fn = fn
+        self.policy = Policy.coerce(policy)
+        self.plan = plan
+        self._calls: OrderedDict[Any, _Traceable] = OrderedDict()
+        self._rewriter: Rewriter | None = None
+        self._checked: set[int] = set()
+        if plan is None and self.policy.format != "auto":
+            rules_for(self.policy)  # an impossible policy is an error here, not at the first call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arrays, traceable = self.prepared(args, kwargs)
+        closed, out_tree = traceable.traced(arrays)
+        jaxpr = self._rewritten(closed.jaxpr)
+        return jax.tree.unflatten(out_tree, jax.extend.core.jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays))
+
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Traceable]:
+        """The arrays of a call, and the function of them that is traced."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        static = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+        try:
+            key = (tree, tuple((type(leaf), leaf) for leaf in static))
+            found = self._calls.get(key)
+        except TypeError:  # a static argument without a hash: traced anew at each call
+            return arrays, _Traceable(self.fn, tree, static)
+        if found is None:
+            found = self._calls[key] = _Traceable(self.fn, tree, static)
+            if len(self._calls) > _KEPT_CALLS:
+                self._calls.popitem(last=False)
+        else:
+            self._calls.move_to_end(key)
+        return arrays, found
+
+    @property
+    def rewriter(self) -> Rewriter:
+        """The rewriter of the policy, resolved when it is first needed: asking for the backend starts it."""
+        if self._rewriter is None:
+            if self.plan is not None:
+                self._rewriter = self.plan.rewriter()
+            else:
+                rules = rules_for(resolve(self.policy))
+                self._rewriter = Rewriter(rules, layered=rules.layered)
+        return self._rewriter
+
+    def _rewritten(self, outer: Jaxpr) -> Jaxpr:
+        """The traced jaxpr, which is one call of the region, with another region inside the call."""
+        call = region_call(outer)
+        if call is None:  # jit is disabled: the operations themselves are there
+            return self.rewriter.whole(outer)
+        inner = call.params["jaxpr"]
+        self._check_layers(inner.jaxpr)
+        if self.plan is not None:
+            self.plan.check(inner.jaxpr)
+        new = ClosedJaxpr(self.rewriter.whole(inner.jaxpr), inner.consts)
+        eqns = [call.replace(params={**call.params, "jaxpr": new})]
+        return Jaxpr(outer.constvars, outer.invars, outer.outvars, eqns, outer.effects, outer.debug_info, outer.is_high)
+
+    def _check_layers(self, jaxpr: Jaxpr) -> None:
+        if self.policy.layers and self.plan is None and id(jaxpr) not in self._checked:
+            self._checked.add(id(jaxpr))
+            resolve(self.policy).match_layers(layers_of(jaxpr))
+
+
+class _Array:
+    """Stands for an array among static arguments."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+_ARRAY = _Array()
+
+
+class _Traceable:
+    """A function of the arrays alone: the structure and all other arguments are fixed."""
+
+    def __init__(self, fn: Callable[..., Any], tree: Any, static: Sequence[Any]) -> None:
+        def region(*arrays: Any) -> Any:
+            given = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if leaf is _ARRAY else leaf for leaf in static])
+            return fn(*args, **kwargs)
+
+        region.__name__ = region.__qualname__ = REGION
+        self._traced = jax.make_jaxpr(jax.jit(region), return_shape=True)
+
+    def traced(self, arrays: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+        """The jaxpr, one call of the function, and the structure of its result. What was traced before is not again."""
+        closed, shapes = self._traced(*arrays)
+        return closed, jax.tree.structure(shapes)
+
+
+def region_call(jaxpr: Jaxpr) -> JaxprEqn | None:
+    """The one equation of a traced region: the call of its function."""
+    eqns = jaxpr.eqns
+    return eqns[0] if len(eqns) == 1 and eqns[0].params.get("name") == REGION else None
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
