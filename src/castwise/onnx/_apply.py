@@ -310,10 +310,10 @@ class _Writer:
         del graph.value_info[:]
         for info in infos:
             value = scope.values.get(info.name)
-            if value is None or not value.floating or value.origin == "initializer":
+            if value is not None and not value.floating:
                 graph.value_info.append(info)
                 continue
-            if value.origin == "constant":
+            if value is None or value.constant:  # declared twice, or not of this graph: exporters do that
                 continue
             own = self.low if self._owns_low(value) else _FLOAT
             info.type.tensor_type.elem_type = own

@@ -19,6 +19,8 @@ from castwise.onnx._scopes import Node, Scope, Tree, Value
 __all__ = ["Instrumented", "instrument"]
 
 _FLOAT = onnx.TensorProto.FLOAT
+_INITIALIZERS_ALONE = 4
+"""The IR version from which on initializers need not be inputs."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -35,6 +37,7 @@ def instrument(model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], *,
     """Extend a copy of ``model``, whose scope tree is ``tree``. ``finite_only`` leaves infinities and NaN out of the maxima."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
+    copy.ir_version = max(int(copy.ir_version), _INITIALIZERS_ALONE)
     work = _Instrumentation(set(wanted), finite_only, set(tree.names))
     stats = work.scope(tree.top, copy.graph)
     for name, array in work.constants():

@@ -114,7 +114,7 @@ def _fitted(value: object, info: onnx.ValueInfoProto, where: str) -> Array:
     if info.type.tensor_type.HasField("shape"):
         dims = info.type.tensor_type.shape.dim
         fits = len(dims) == array.ndim and all(
-            not dim.HasField("dim_value") or dim.dim_value == size for dim, size in zip(dims, array.shape, strict=False)
+            not dim.HasField("dim_value") or dim.dim_value < 0 or dim.dim_value == size for dim, size in zip(dims, array.shape, strict=False)
         )
         if not fits:
             wanted = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims]
