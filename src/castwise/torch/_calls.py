@@ -52,6 +52,7 @@ class Call:
         no_kernel: 16-bit dtypes for which this device has no kernel.
         descend: the body of a Python composite, to be entered instead of cast as one op.
         trace_as: what a compiler should call instead of the callable.
+        emulate_as: what to run instead of an op that, emulated as one call, would not round between its steps.
         reason: what decided.
     """
 
@@ -67,6 +68,7 @@ class Call:
     no_kernel: frozenset[torch.dtype] = frozenset()
     descend: Function | None = None
     trace_as: Function | None = None
+    emulate_as: Function | None = None
     reason: str = ""
 
 
@@ -117,6 +119,7 @@ class Casting:
 
         if kwargs:
             kwargs = {k: self._mapped(v, cast, _CASTABLE) for k, v in self._masks(kwargs, dtype).items()}
+        function = call.emulate_as or function
         result = function(*[self._mapped(a, cast, _CASTABLE) for a in args], **kwargs)
         return self._mapped(result, arithmetic.leave, _CASTABLE) if arithmetic.emulated else result
 

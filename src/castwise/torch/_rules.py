@@ -15,6 +15,7 @@ from castwise.policy import Policy, Rule, decide
 
 from ._calls import Call
 from ._functions import FunctionInfo, describe, known_functions
+from ._recurrent import stepwise
 from ._registry import registered_rule
 from .emulation import Arithmetic, arithmetic, dtype_of
 
@@ -118,6 +119,7 @@ class Rules:
             wide_parameters=entry is not None and entry.op_class is OpClass.NORM and entry.mixed is Mixed.KEEP,
             no_kernel=gaps,
             trace_as=info.trace_as,
+            emulate_as=stepwise(info.name, low) if low is not None and low.emulated else None,
             reason=decision.reason,
         )
 

@@ -6,6 +6,10 @@ those of the real format up to the order of the fp32 additions; tensors keep the
 around the product (memory, promotion, overflow to inf) behaves as on real hardware. The backward pass follows from
 the same three steps, because the gradient of a rounding to a format is rounded to that format again.
 
+Ops of many steps: recurrent layers are run step by step, with a rounded state (`_recurrent`). Attention as one call
+rounds its inputs and its result; some fused kernels also round the probabilities before the second product, others
+do not, so that rounding is left out.
+
 Sources: NVIDIA's description of tensor-core arithmetic (V100 white paper, 2017: fp16 products, fp32 accumulation);
 Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (E4M3 for activations and weights, E5M2 for
 gradients, per-tensor scaling into the format's range).
@@ -32,6 +36,7 @@ _DTYPES: dict[NumberFormat, torch.dtype] = {
     FP8_E4M3: torch.float8_e4m3fn,
     FP8_E5M2: torch.float8_e5m2,
 }
+_NARROW_INPUTS = frozenset({TF32, FP8_E4M3, FP8_E5M2})  # formats of a product's inputs only: its result is wider
 _TF32_DROPPED_BITS = 23 - TF32.mantissa_bits
 
 
@@ -137,16 +142,30 @@ class Arithmetic:
         """An operand of a product, rounded to the format and, where emulated, held in float32."""
         if not self.emulated:
             return x.to(self.dtype)
-        if self.fmt in (TF32, FP8_E4M3, FP8_E5M2):
+        if self.fmt in _NARROW_INPUTS:
             return _RoundForward.apply(x.to(torch.float32), self.fmt)  # type: ignore[no-any-return,no-untyped-call]
         return x.to(self.dtype).to(torch.float32)
 
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """A result of an emulated product, in the dtype that the format's own kernel would have given it."""
-        if self.fmt in (TF32, FP8_E4M3, FP8_E5M2):
-            gradient = TF32 if self.fmt is TF32 else FP8_E5M2
-            y = _RoundBackward.apply(y, gradient)  # type: ignore[no-untyped-call]
-        return y.to(self.dtype)
+        return self.received(y).to(self.dtype)
+
+    # Steps of a recurrent layer, which are emulated one by one in float32 (see `_recurrent`).
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """What a product reads of float32 values that were kept in `dtype`."""
+        return self.enter(x) if self.fmt in _NARROW_INPUTS else x
+
+    def received(self, y: torch.Tensor) -> torch.Tensor:
+        """A product whose backward products will read rounded gradients; its values pass."""
+        if self.fmt not in _NARROW_INPUTS:
+            return y  # the cast of the result rounds its gradient too
+        gradient = TF32 if self.fmt is TF32 else FP8_E5M2
+        return _RoundBackward.apply(y, gradient)  # type: ignore[no-any-return,no-untyped-call]
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 values as they come back after being stored in `dtype`."""
+        return x.to(self.dtype).to(torch.float32)
 
 
 @functools.cache
