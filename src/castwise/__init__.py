@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from castwise.catalogue import Catalogue, OpClass, OpEntry, load_catalogue
+    from castwise.cost import Costs, MeasuredCosts
     from castwise.errors import (
         CastwiseError,
         CatalogueError,
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
         round_stochastic,
         round_to_nearest,
     )
+    from castwise.graph import Graph, GraphBuilder
     from castwise.hardware import Device, Support, detect, devices, get_device
+    from castwise.plan import Plan, Problem, pareto, solve
     from castwise.policy import Decision, GuardConfig, LayerRule, Policy, Rule, decide
+    from castwise.risk import Risks
     from castwise.scaling import ScaleState, ScalingConfig, initial_state, transition
 
 __version__ = "0.1.0"
@@ -42,20 +46,27 @@ __all__ = [
     "CastwiseError",
     "Catalogue",
     "CatalogueError",
+    "Costs",
     "Decision",
     "Device",
     "FormatError",
+    "Graph",
+    "GraphBuilder",
     "GuardConfig",
     "HardwareError",
     "LayerRule",
+    "MeasuredCosts",
     "MissingExtraError",
     "NonFiniteError",
     "NumberFormat",
     "OpClass",
     "OpEntry",
+    "Plan",
     "PlanError",
     "Policy",
     "PolicyError",
+    "Problem",
+    "Risks",
     "Rule",
     "ScaleStalledError",
     "ScaleState",
@@ -69,16 +80,19 @@ __all__ = [
     "get_device",
     "initial_state",
     "load_catalogue",
+    "pareto",
     "parse_format",
     "range_shares",
     "round_stochastic",
     "round_to_nearest",
+    "solve",
     "transition",
 ]
 
 # Module -> the public names it gives to the package.
 _ROOMS: dict[str, tuple[str, ...]] = {
     "catalogue": ("Catalogue", "OpClass", "OpEntry", "load_catalogue"),
+    "cost": ("Costs", "MeasuredCosts"),
     "errors": (
         "CastwiseError",
         "CatalogueError",
@@ -92,8 +106,11 @@ _ROOMS: dict[str, tuple[str, ...]] = {
         "StudyError",
     ),
     "formats": ("FORMATS", "NumberFormat", "parse_format", "range_shares", "round_stochastic", "round_to_nearest"),
+    "graph": ("Graph", "GraphBuilder"),
     "hardware": ("Device", "Support", "detect", "devices", "get_device"),
+    "plan": ("Plan", "Problem", "pareto", "solve"),
     "policy": ("Decision", "GuardConfig", "LayerRule", "Policy", "Rule", "decide"),
+    "risk": ("Risks",),
     "scaling": ("ScaleState", "ScalingConfig", "initial_state", "transition"),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
