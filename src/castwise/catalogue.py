@@ -144,7 +144,8 @@ class OpEntry:
         op_class: what kind of work it does.
         hazards: format name -> which of {"range", "mantissa"} endanger it there. A format without hazards is absent.
         rule: the default rule where class and hazards would mislead, else None.
-        accumulates_wide: no running sum is carried in the format of the inputs. True where there is nothing to sum.
+        accumulates_wide: no device's kernel carries a running sum in the format of the inputs. True where there is
+            nothing to sum.
         selects: every output value is an input value, a constant or exact in any format: the op rounds nothing.
         mixed: how inputs of different floating formats are met under WIDEST.
         stores_constant: a Python number given to the op lands in its result (masked_fill, pad): it must fit the format.
@@ -238,7 +239,7 @@ def torch_base_name(name: str) -> str:
 class Catalogue:
     """All entries, and an index of them by each framework's spelling. Immutable; see ``load_catalogue``."""
 
-    entries: Mapping[str, OpEntry]
+    entries: Mapping[str, OpEntry] = field(repr=False)
     _by_spelling: Mapping[str, Mapping[str, OpEntry]] = field(repr=False)
     kernels_measured_with: str = ""
 
@@ -262,9 +263,10 @@ class Catalogue:
         return found
 
     def suggest(self, name: str) -> list[str]:
-        """Up to three canonical names or spellings closest to ``name``, for error messages."""
-        known = set(self.entries).union(*self._by_spelling.values())
-        return nearest(name, sorted(known))
+        """Up to three canonical names closest to ``name``, by themselves or by a framework's spelling, best first."""
+        spelt = {spelling: entry for by in self._by_spelling.values() for spelling, entry in by.items()}
+        close = nearest(name, self.entries) + [spelt[spelling].name for spelling in nearest(name, spelt)]
+        return list(dict.fromkeys(close))[:3]
 
     def of_class(self, op_class: OpClass) -> Iterator[OpEntry]:
         """The entries of one class, in the order of the file."""
