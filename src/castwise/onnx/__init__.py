@@ -20,5 +20,6 @@ from castwise.onnx._convert import Conversion, convert  # noqa: E402
 from castwise.onnx._errors import ConversionError  # noqa: E402
 from castwise.onnx._report import Report  # noqa: E402
 from castwise.onnx._targets import TARGETS  # noqa: E402
+from castwise.onnx._verify import Verification, verify  # noqa: E402
 
-__all__ = ["TARGETS", "Conversion", "ConversionError", "Report", "convert"]
+__all__ = ["TARGETS", "Conversion", "ConversionError", "Report", "Verification", "convert", "verify"]

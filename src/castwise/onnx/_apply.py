@@ -275,7 +275,9 @@ class _Writer:
             rounded = numpy_helper.from_array(narrow(constant_array(proto), self.captured.fmt))
             name = self.name(value, self.low)
             made.append(
-                helper.make_node("Constant", [], [name], f"{proto.name}_{self.captured.fmt}" if made else proto.name, value=rounded)
+                helper.make_node(
+                    "Constant", [], [name], f"{proto.name}_{self.captured.fmt}" if made else proto.name, value=rounded
+                )
             )
         return made
 

@@ -64,7 +64,9 @@ def _bare(source: Source, applied: Applied, fmt: str) -> onnx.ModelProto:
     del model.graph.input[:]
     if not source.overridable:  # such models list every initializer as an input
         declared = {info.name for info in kept}
-        kept += [info for info in applied.model.graph.input if info.name in applied.narrowed and info.name not in declared]
+        kept += [
+            info for info in applied.model.graph.input if info.name in applied.narrowed and info.name not in declared
+        ]
         declared = {info.name for info in kept}
         for tensor in model.graph.initializer:
             if tensor.name not in declared:
@@ -94,7 +96,9 @@ def assemble(source: Source, applied: Applied, fmt: str) -> onnx.ModelProto:
     rank = {name: i for i, name in enumerate(source.order)}
     origin = {**{name: name for name in tensors}, **applied.narrowed}
     ordered = sorted(tensors.values(), key=lambda tensor: rank.get(origin[tensor.name], len(rank)))
-    copies = [onnx.TensorProto.FromString(t.SerializeToString()) if t in model.graph.initializer else t for t in ordered]
+    copies = [
+        onnx.TensorProto.FromString(t.SerializeToString()) if t in model.graph.initializer else t for t in ordered
+    ]
     del model.graph.initializer[:]
     model.graph.initializer.extend(copies)
     return model

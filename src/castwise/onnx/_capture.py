@@ -91,7 +91,16 @@ class _Capture:
         self._scope(self.tree.top)
         graph = self.build.build()
         return Captured(
-            self.tree, self.fmt, self.keep_io, graph, self.slots, self.writer, self.reader, self.sink, self.nodes, self.stays
+            self.tree,
+            self.fmt,
+            self.keep_io,
+            graph,
+            self.slots,
+            self.writer,
+            self.reader,
+            self.sink,
+            self.nodes,
+            self.stays,
         )
 
     def _scope(self, scope: Scope) -> None:
@@ -191,7 +200,9 @@ class _Capture:
 
     def _quantized(self, node: Node) -> str:
         """Why a node between a DequantizeLinear and a QuantizeLinear is left alone: runtimes fuse the three."""
-        sources = [value.node for value in node.inputs if value is not None and value.floating and value.node is not None]
+        sources = [
+            value.node for value in node.inputs if value is not None and value.floating and value.node is not None
+        ]
         readers = [reader for value in node.outputs if value is not None for reader in self.tree_readers(value)]
         from_integers = bool(sources) and all(source.op_type == "DequantizeLinear" for source in sources)
         to_integers = bool(readers) and all(reader == "QuantizeLinear" for reader in readers)

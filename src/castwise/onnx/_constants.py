@@ -32,8 +32,9 @@ in the normal range changes by 2^-12 in fp16 and 2^-9 in bf16 at most."""
 _SMALL = 16
 """Elements up to which a constant is a parameter such as an epsilon rather than a weight: none of it may become 0."""
 
-_MASK_SHARE = 0.5
-"""A mask becomes this share of the format's largest value, so that scores can be added to it without leaving the range."""
+_MASK_SHARE = 0.25
+"""A mask becomes this share of the format's largest value, so that scores can be added to it and the sum still stays
+below half of the range, as is asked of every measured tensor."""
 
 
 @dataclass
@@ -135,7 +136,9 @@ def bring_masks_within_range(tree: Tree, weights: Weights, fmt: str) -> list[str
         if array is None or not array.size or not _holds_masks(array, number_format) or not _is_mask(value, users):
             continue
         lowest = float(array[np.isfinite(array)].min())
-        _replace(value, np.where(np.isfinite(array) & (array < limit), np.float32(limit), array).astype(np.float32), weights)
+        _replace(
+            value, np.where(np.isfinite(array) & (array < limit), np.float32(limit), array).astype(np.float32), weights
+        )
         notes.append(
             f"mask constant {value.name!r}: {lowest:.4g} became {limit:.6g}; both give masked positions a softmax weight of 0"
         )
@@ -145,7 +148,7 @@ def bring_masks_within_range(tree: Tree, weights: Weights, fmt: str) -> list[str
 def _holds_masks(array: Array, fmt: NumberFormat) -> bool:
     """Whether it has huge negative values, and no other values that the format cannot hold."""
     finite = array[np.isfinite(array)]
-    return bool(finite.size and finite.min() < -_MASK_SHARE * fmt.max and finite.max() <= fmt.max)
+    return bool(finite.size and finite.min() < -fmt.max / 2 and finite.max() <= fmt.max)
 
 
 def _users(tree: Tree) -> dict[Value, list[tuple[Node, int] | None]]:
@@ -205,4 +208,3 @@ def _replace(value: Value, array: Array, weights: Weights) -> None:
             tensor.CopyFrom(numpy_helper.from_array(array, value.name))
             return
     weights.put(numpy_helper.from_array(array, value.name), lambda: array)
-

@@ -7,11 +7,8 @@ never returned.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,22 +18,23 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from castwise.errors import did_you_mean
+from castwise.catalogue import load_catalogue
 from castwise.formats import parse_format
 from castwise.onnx import _assemble, _targets
 from castwise.onnx._apply import Applied, apply
 from castwise.onnx._capture import Captured, capture
 from castwise.onnx._constants import bring_masks_within_range, examine
+from castwise.onnx._emulate import emulated
 from castwise.onnx._errors import ConversionError
 from castwise.onnx._evaluate import Evaluator, infer
-from castwise.onnx._emulate import emulated
-from castwise.onnx._normalise import check, normalise
+from castwise.onnx._normalise import check, normalise, raise_opset
 from castwise.onnx._report import NodeRow, Report
 from castwise.onnx._run import Runner, load_failure
 from castwise.onnx._samples import Feed, Samples, made_up
 from castwise.onnx._scopes import Tree, build_tree
 from castwise.onnx._search import Search, fewest_wide
 from castwise.onnx._source import Source, Weights, read
+from castwise.onnx._stamp import digest, is_unchanged, stamp
 from castwise.plan import Plan
 from castwise.policy import Policy
 
@@ -47,7 +45,6 @@ log = logging.getLogger("castwise.onnx")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
 """Default tolerance: about ten times the error of one rounding of every output, in either format."""
 
-_STAMP = "castwise.conversion"
 _MOST_LOADS = 12
 _LOADABLE = 1_500_000_000
 
@@ -112,9 +109,15 @@ def convert(
     source = read(model)
     rules = replace(Policy() if policy is None else Policy.coerce(policy), format=parse_format(fmt).long_name)
     rules = rules.resolve(profile.device if profile is not None else None)
-    settings = {"format": format, "tolerance": repr(tolerance), "keep_io": keep_io, "target": target, "rules": rules.to_dict()}
+    settings = {
+        "format": format,
+        "tolerance": repr(tolerance),
+        "keep_io": keep_io,
+        "target": target,
+        "rules": rules.to_dict(),
+    }
     work = _Work(source, fmt, keep_io, rules, profile, tolerance, auto=format == "auto", settings=settings)
-    if work.stamped():
+    if is_unchanged(source.skeleton, settings):
         return work.unchanged(started)
     return work.run(calibration, started)
 
@@ -137,10 +140,12 @@ class _Work:
     def run(self, calibration: object, started: float) -> Conversion:
         name = self.source.name
         self.notes += self.source.notes
+        self.origin = digest(self.source.skeleton)
         reference = normalise(self.source.skeleton, name, self.notes)
         reference = infer(reference)
         self.skeleton = onnx.ModelProto()
-        self.skeleton.CopyFrom(reference)
+        raised = raise_opset(reference, "tensor(bfloat16)" if self.fmt == "bf16" else "tensor(float16)", self.notes)
+        self.skeleton.CopyFrom(reference if raised is reference else infer(raised))
         self.original = self.source.weights
         self.weights = _copied(self.source.weights)
         self.overridable = frozenset(self._listed(reference)) if self.source.overridable else frozenset[str]()
@@ -158,7 +163,7 @@ class _Work:
         self.calibrated = calibration is not None
         captured, search, plan, applied = self._loadable()
         self._verify(search)
-        result = self._finished(applied)
+        result = self._finished(applied, plan)
         report = self._report(captured, search, plan, result, time.perf_counter() - started)
         log.info("%s", report.summary())
         return Conversion(report, plan, self.source, result, self.fmt)
@@ -198,7 +203,9 @@ class _Work:
                 "inputs were made up from types and shapes: that the model runs and stays finite on them says nothing "
                 "about the range of real values; give calibration data for that"
             )
-            log.warning("No calibration data: inputs are made up, which cannot show whether real values leave the range.")
+            log.warning(
+                "No calibration data: inputs are made up, which cannot show whether real values leave the range."
+            )
             self.samples = [feed]
         evaluator = Evaluator(reference, self.skeleton, self.weights, self.original, self.samples)
         try:
@@ -209,7 +216,9 @@ class _Work:
             self.notes.append(f"not run, so neither ranges nor errors are known: {reason}")
             log.warning("%s cannot be run here, so the result is not verified: %s", self.source.name, reason)
         if evaluator.random:
-            self.notes.append(f"outputs that differ from run to run are not compared: {', '.join(sorted(evaluator.random))}")
+            self.notes.append(
+                f"outputs that differ from run to run are not compared: {', '.join(sorted(evaluator.random))}"
+            )
 
     def _made_up(self, reference: onnx.ModelProto, inputs: list[onnx.ValueInfoProto]) -> Feed | None:
         weights = {name: np.asarray(array) for name, array in self.original.items()}
@@ -258,7 +267,9 @@ class _Work:
             loads = self._original_loads() if loads is None else loads
             node = _named_in(failure, plan) if loads else None
             if node is None:
-                self.notes.append(f"ONNX Runtime does not load {'the result' if loads else 'the model'}: {failure[:300]}")
+                self.notes.append(
+                    f"ONNX Runtime does not load {'the result' if loads else 'the model'}: {failure[:300]}"
+                )
                 break
             self.pins[node] = "ONNX Runtime has no 16-bit kernel for it on the CPU, and none in fp32 to fall back on"
         return captured, search, plan, applied
@@ -282,36 +293,47 @@ class _Work:
             raise ConversionError(f"{message} Drop rules that keep ops in 16 bits, or allow more.")
         self.notes.append(message)
 
-    def _finished(self, applied: Applied) -> Applied:
-        """The result with its stamp, by which converting it again is seen to change nothing."""
+    def _finished(self, applied: Applied, plan: Plan) -> Applied:
+        """The result with the record of how it was made, by which converting it again is seen to change nothing."""
         model = onnx.ModelProto()
         model.CopyFrom(applied.model)
-        kept = [entry for entry in model.metadata_props if entry.key != _STAMP]
-        kept = [onnx.StringStringEntryProto(key=entry.key, value=entry.value) for entry in kept]
-        del model.metadata_props[:]
-        model.metadata_props.extend(kept)
-        model.metadata_props.add(key=_STAMP, value=json.dumps({"digest": _digest(model), "settings": _plain(self.settings)}))
+        stamp(model, self.settings, self._fingerprint(plan))
         return replace(applied, model=model)
 
-    def stamped(self) -> bool:
-        """Whether the model is a result of these very settings, and nobody has changed it since."""
-        entry = next((e.value for e in self.source.skeleton.metadata_props if e.key == _STAMP), None)
-        if entry is None:
-            return False
-        try:
-            data = json.loads(entry)
-        except ValueError:
-            return False
-        same = isinstance(data, dict) and data.get("settings") == _plain(self.settings)
-        return same and data.get("digest") == _digest(self.source.skeleton)
+    def _fingerprint(self, plan: Plan) -> dict[str, str]:
+        """What the plan was made for and with."""
+        return {
+            **{f"{name} version": version for name, version in plan.versions.items()},
+            "onnx": onnx.__version__,
+            "plan": plan.problem.graph.digest,
+            "source": self.origin,
+            "target": self.target.name if self.target else "",
+        }
 
     def unchanged(self, started: float) -> Conversion:
         check(self.source.skeleton, self.source.name)
         applied = Applied(self.source.skeleton, {}, frozenset(self.source.weights), 0)
         self.notes.append("the model was converted with these settings before: it is returned as it is")
         report = Report(
-            self.source.name, self.fmt, self.target.name if self.target else "", self.tolerance, (), 0, 0, 0, self.source.size,
-            self.source.size, (), (), tuple(self.notes), (), "", False, 0, time.perf_counter() - started, {},
+            self.source.name,
+            self.fmt,
+            self.target.name if self.target else "",
+            self.tolerance,
+            (),
+            0,
+            0,
+            0,
+            self.source.size,
+            self.source.size,
+            (),
+            (),
+            tuple(self.notes),
+            (),
+            "",
+            False,
+            0,
+            time.perf_counter() - started,
+            {},
         )
         return Conversion(report, None, self.source, applied, self.fmt)
 
@@ -324,9 +346,12 @@ class _Work:
         known = {row.node for row in rows}
         by_id = {node.id: node for node in self.tree.nodes()}
         rows += [
-            NodeRow(op, by_id[op].op_type, "fp32", why) for op, why in captured.stays.items() if op not in known and op in by_id
+            NodeRow(op, by_id[op].op_type, "fp32", why)
+            for op, why in captured.stays.items()
+            if op not in known and op in by_id
         ]
         products = captured.products()
+        closed = [row.node for row in rows if row.node in captured.stays and _is_product(row.op)]
         biggest = sorted(search.usual.items(), key=lambda item: -item[1])[:20]
         self.notes += _targets.advice(self.target, captured, sum(labels[op] for op in products))
         return Report(
@@ -335,7 +360,7 @@ class _Work:
             target=self.target.name if self.target else "",
             tolerance=self.tolerance,
             nodes=tuple(rows),
-            products=len(products),
+            products=len(products) + len(closed),
             products_low=sum(labels[op] for op in products),
             casts=applied.casts,
             bytes_before=self.source.size,
@@ -348,8 +373,13 @@ class _Work:
             calibrated=self.calibrated,
             samples=len(self.samples),
             seconds=seconds,
-            fingerprint=_fingerprint(plan, self.target),
+            fingerprint=self._fingerprint(plan),
         )
+
+
+def _is_product(op_type: str) -> bool:
+    entry = load_catalogue().lookup("onnx", op_type)
+    return entry is not None and entry.product
 
 
 def _copied(weights: Weights) -> Weights:
@@ -362,7 +392,9 @@ def _copied(weights: Weights) -> Weights:
 def _named_in(failure: str, plan: Plan) -> str | None:
     """The op that an error message of ONNX Runtime names, where the plan lowers one of that name."""
     lowered = [op.id for op, label in zip(plan.problem.graph.ops, plan.labels, strict=True) if label]
-    return next((op for op in sorted(lowered, key=len, reverse=True) if f"'{op}'" in failure or f"({op})" in failure), None)
+    return next(
+        (op for op in sorted(lowered, key=len, reverse=True) if f"'{op}'" in failure or f"({op})" in failure), None
+    )
 
 
 def _reason(plan: Plan, op: str) -> str:
@@ -373,23 +405,3 @@ def _reason(plan: Plan, op: str) -> str:
     if plan.lam > 0:
         return "its rounding would cost more of the tolerance than that of the ops that were lowered"
     return "lowering it would take more casts than it is worth"
-
-
-def _digest(model: onnx.ModelProto) -> str:
-    """SHA-256 of a skeleton's graph."""
-    return hashlib.sha256(model.graph.SerializeToString(deterministic=True)).hexdigest()
-
-
-def _plain(settings: Mapping[str, object]) -> object:
-    return json.loads(json.dumps(settings, default=str))
-
-
-def _fingerprint(plan: Plan, target: _targets.Target | None) -> dict[str, str]:
-    from castwise import __version__
-
-    made = {"castwise": __version__, "onnx": onnx.__version__, "python": platform.python_version()}
-    made |= {"graph": plan.problem.graph.digest, "target": target.name if target else ""}
-    return made
-
-
-_ = did_you_mean

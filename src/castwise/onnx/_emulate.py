@@ -105,7 +105,9 @@ class _Emulation:
     def _attribute(self, attribute: onnx.AttributeProto, types: dict[str, int]) -> None:
         if attribute.type == onnx.AttributeProto.GRAPH:
             self.graph(attribute.g, types)
-        elif attribute.name in _TYPE_ATTRIBUTES and attribute.type == onnx.AttributeProto.INT and attribute.i in _NARROW:
+        elif (
+            attribute.name in _TYPE_ATTRIBUTES and attribute.type == onnx.AttributeProto.INT and attribute.i in _NARROW
+        ):
             attribute.i = _FLOAT
         elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in _NARROW:
             wide = np.asarray(tensor_array(attribute.t), np.float32)

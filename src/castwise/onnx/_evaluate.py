@@ -27,7 +27,7 @@ from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Tree, Value, build_tree
 
-__all__ = ["Evaluator", "OutputError", "Outcome", "compare", "infer", "worst"]
+__all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
 
 log = logging.getLogger("castwise.onnx")
 
@@ -196,7 +196,7 @@ class Evaluator:
         """Nodes whose results are not finite under a plan though all they read is, and though they are in fp32."""
         applied = apply(captured, self.skeleton, labels)
         model = emulated(infer(applied.model))
-        tree = build_tree(model, {name: (1, ()) for name in self._fed_to(applied, captured.fmt)})
+        tree = build_tree(model, dict.fromkeys(self._fed_to(applied, captured.fmt), (1, ())))
         values = {value for value in tree.values() if value.floating and not value.constant}
         seen = self._maxima(model, tree, values, self._fed_to(applied, captured.fmt), finite_only=False)
         guilty = []
@@ -206,7 +206,9 @@ class Evaluator:
             made = [value.path for value in node.outputs if value is not None and value.floating]
             made += [path.removesuffix("_unrounded") for path in made]
             read = [value.path for value in node.inputs if value is not None and value.floating]
-            broken = any(not math.isfinite(seen.get(path, 0.0)) and math.isfinite(usual.get(path, 0.0)) for path in made)
+            broken = any(
+                not math.isfinite(seen.get(path, 0.0)) and math.isfinite(usual.get(path, 0.0)) for path in made
+            )
             if broken and all(math.isfinite(seen.get(path, 0.0)) for path in read):
                 guilty.append(node.id)
         return guilty

@@ -33,7 +33,9 @@ class Instrumented:
     """The tensor (by :attr:`Value.path`) that each extra output is of."""
 
 
-def instrument(model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], *, finite_only: bool = False) -> Instrumented:
+def instrument(
+    model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], *, finite_only: bool = False
+) -> Instrumented:
     """Extend a copy of ``model``, whose scope tree is ``tree``. ``finite_only`` leaves infinities and NaN out of the maxima."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
@@ -132,9 +134,7 @@ class _Instrumentation:
                 attribute.ints.extend([0] * len(stats))
         return found
 
-    def _branches(
-        self, node: Node, proto: onnx.NodeProto, graphs: dict[str, onnx.GraphProto]
-    ) -> list[tuple[str, str]]:
+    def _branches(self, node: Node, proto: onnx.NodeProto, graphs: dict[str, onnx.GraphProto]) -> list[tuple[str, str]]:
         stats = {name: self.scope(node.bodies[name], graph) for name, graph in graphs.items()}
         found = []
         for name, own in stats.items():

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 import onnx
 import onnx.inliner
+import onnx.version_converter
 
+from castwise.catalogue import load_catalogue
 from castwise.onnx._errors import ConversionError
 from castwise.onnx._source import subgraphs
 
-__all__ = ["check", "normalise", "sort_nodes"]
+__all__ = ["check", "normalise", "raise_opset", "sort_nodes"]
 
 log = logging.getLogger("castwise.onnx")
 
@@ -38,7 +40,9 @@ def check(model: onnx.ModelProto, name: str) -> None:
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:  # checker and inference raise classes of their own
         reason = " ".join(str(error).split())
-        raise ConversionError(f"{name} is no valid ONNX model: {reason} Export it again, or repair what is named.") from error
+        raise ConversionError(
+            f"{name} is no valid ONNX model: {reason} Export it again, or repair what is named."
+        ) from error
 
 
 def _inline(model: onnx.ModelProto, notes: list[str]) -> onnx.ModelProto:
@@ -64,6 +68,43 @@ def _inline(model: onnx.ModelProto, notes: list[str]) -> onnx.ModelProto:
         return model
     notes.append(f"{count} local functions were opened, so that what is inside them has formats of its own")
     return inlined
+
+
+def raise_opset(model: onnx.ModelProto, type_name: str, notes: list[str]) -> onnx.ModelProto:
+    """The model in the opset from which on its products take ``type_name``; as it is where it takes them, or cannot be raised.
+
+    ONNX let convolutions compute in bfloat16 as late as opset 22.
+    """
+    current = next((int(e.version) for e in model.opset_import if e.domain in ("", "ai.onnx")), 0)
+    wanted = current
+    for graph in (model.graph, *subgraphs(model.graph)):
+        for op_type in {node.op_type for node in graph.node if node.domain in ("", "ai.onnx")}:
+            entry = load_catalogue().lookup("onnx", op_type)
+            if entry is not None and entry.product:
+                wanted = max(wanted, _first_opset(op_type, type_name, current))
+    if wanted == current:
+        return model
+    try:
+        raised = onnx.version_converter.convert_version(model, wanted)
+        raised.ir_version = max(int(raised.ir_version), int(model.ir_version))
+        onnx.checker.check_model(raised, full_check=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        notes.append(
+            f"opset {current} has no {type_name} for some products, and the model cannot be raised to {wanted}: {reason}"
+        )
+        return model
+    notes.append(f"raised from opset {current} to {wanted}, in which products take {type_name}")
+    return raised
+
+
+def _first_opset(op_type: str, type_name: str, current: int) -> int:
+    """The first opset from ``current`` on in which an operator takes a type; ``current`` where none does."""
+    for version in range(current, onnx.defs.onnx_opset_version() + 1):
+        schema = onnx.defs.get_schema(op_type, version, "")
+        if any(type_name in constraint.allowed_type_strs for constraint in schema.type_constraints):
+            return version
+    return current
 
 
 def _unsorted(graph: onnx.GraphProto) -> bool:
@@ -104,7 +145,9 @@ def sort_nodes(graph: onnx.GraphProto, name: str) -> None:
                 ordered.append(node)
                 missing.difference_update(node.output)
         if len(rest) == len(waiting):
-            raise ConversionError(f"{name}: node {rest[0].name or rest[0].op_type!r} needs its own result. Export it again.")
+            raise ConversionError(
+                f"{name}: node {rest[0].name or rest[0].op_type!r} needs its own result. Export it again."
+            )
         waiting = rest
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
     del graph.node[:]

@@ -57,7 +57,9 @@ class Samples:
         for name in feed:
             if name not in self._inputs:
                 hint = did_you_mean(str(name), self._inputs)
-                raise ConversionError(f"{where}: the model has no input {name!r}.{hint} Inputs: {', '.join(self._inputs)}.")
+                raise ConversionError(
+                    f"{where}: the model has no input {name!r}.{hint} Inputs: {', '.join(self._inputs)}."
+                )
         checked: Feed = {}
         for name, info in self._inputs.items():
             if name in feed:
@@ -96,7 +98,9 @@ def _reader(path: Path) -> Callable[[], Mapping[str, object]]:
             with np.load(path, allow_pickle=False) as data:
                 return {name: data[name] for name in data.files}
         except (OSError, ValueError) as error:
-            raise ConversionError(f"calibration: {path} cannot be read ({error}). Write it with numpy.savez.") from error
+            raise ConversionError(
+                f"calibration: {path} cannot be read ({error}). Write it with numpy.savez."
+            ) from error
 
     return read
 
@@ -109,12 +113,15 @@ def _fitted(value: object, info: onnx.ValueInfoProto, where: str) -> Array:
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type))
     if array.dtype != dtype and info.type.tensor_type.elem_type != onnx.TensorProto.STRING:
         if not (np.can_cast(array.dtype, dtype, "same_kind") or array.dtype.kind == "V"):
-            raise ConversionError(f"{where}: input {info.name!r} is {array.dtype}, the model takes {dtype}. Convert it.")
+            raise ConversionError(
+                f"{where}: input {info.name!r} is {array.dtype}, the model takes {dtype}. Convert it."
+            )
         array = array.astype(dtype)
     if info.type.tensor_type.HasField("shape"):
         dims = info.type.tensor_type.shape.dim
         fits = len(dims) == array.ndim and all(
-            not dim.HasField("dim_value") or dim.dim_value < 0 or dim.dim_value == size for dim, size in zip(dims, array.shape, strict=False)
+            not dim.HasField("dim_value") or dim.dim_value < 0 or dim.dim_value == size
+            for dim, size in zip(dims, array.shape, strict=False)
         )
         if not fits:
             wanted = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims]
@@ -158,4 +165,6 @@ def _random(info: onnx.ValueInfoProto, size: int, one_first: bool) -> Array | No
         return np.ones(shape, bool)
     if dtype.kind in "iu":
         return random.integers(0, 2, shape).astype(dtype)
+    if "mask" in info.name.lower():
+        return np.ones(shape, dtype)  # numbers that are no mask would turn what they mask into nonsense
     return random.standard_normal(shape).astype(np.float32).astype(dtype)

@@ -136,7 +136,7 @@ class Search:
                 break
             why = f"its result is not finite in {self.captured.fmt} although all it reads is"
             self.pins.update(dict.fromkeys(guilty, why))
-            plan = plan.raised({op: why for op in guilty})
+            plan = plan.raised(dict.fromkeys(guilty, why))
         return plan
 
     def _ops_of(self, nodes: list[str]) -> list[str]:
@@ -193,7 +193,11 @@ class Search:
         graph, labels = self.captured.graph, plan.labels
         entries = load_catalogue().entries
         lowered = [int(i) for i in np.flatnonzero(labels)]
-        makes = [i for i in lowered if not (graph.ops[i].id not in self.captured.nodes or _selects(entries, graph.ops[i].name))]
+        makes = [
+            i
+            for i in lowered
+            if not (graph.ops[i].id not in self.captured.nodes or _selects(entries, graph.ops[i].name))
+        ]
         makes = makes or lowered
         follow = set(lowered) - set(makes)
 

@@ -67,7 +67,11 @@ def slots_of(node: Node, fmt: str, opsets: Mapping[str, int]) -> Slots:
         return Slots(fixed_in=floats_in, reason=f"{node.op_type} of {where!r} is not known, so it keeps its types")
     if entry.op_class is OpClass.CAST:
         return _cast_slots(node, fmt, floats_in, floats_out)
-    if entry.op_class is OpClass.QUERY or entry.name in _ANY_FORMAT or (entry.op_class in _MADE and _says_its_type(node)):
+    if (
+        entry.op_class is OpClass.QUERY
+        or entry.name in _ANY_FORMAT
+        or (entry.op_class in _MADE and _says_its_type(node))
+    ):
         return Slots()  # looks at shapes only: any format will do
     if any(value is not None and not value.tensor for value in (*node.inputs, *node.outputs)):
         return Slots(fixed_in=floats_in, reason="sequences and optionals keep their element type")

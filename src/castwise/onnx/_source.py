@@ -100,7 +100,9 @@ def _parse(data: bytes, name: str) -> onnx.ModelProto:
     try:
         model.ParseFromString(data)
     except (google.protobuf.message.DecodeError, ValueError, RuntimeError) as error:
-        raise ConversionError(f"{name} is no ONNX model ({error}). Export the model again, or copy it again.") from error
+        raise ConversionError(
+            f"{name} is no ONNX model ({error}). Export the model again, or copy it again."
+        ) from error
     if not model.graph.node and not model.graph.output:
         raise ConversionError(f"{name} holds no graph. Export the model again, or copy it again.")
     return model

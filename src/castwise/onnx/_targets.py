@@ -26,7 +26,9 @@ TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "openvino")
 
 def get(name: str) -> Target:
     if name not in TARGETS:
-        raise ConversionError(f"target: {name!r} is not known.{did_you_mean(name, TARGETS)} Choose one of {', '.join(TARGETS)}.")
+        raise ConversionError(
+            f"target: {name!r} is not known.{did_you_mean(name, TARGETS)} Choose one of {', '.join(TARGETS)}."
+        )
     return Target(name)
 
 

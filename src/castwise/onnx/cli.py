@@ -1,0 +1,88 @@
+"""``castwise convert`` and ``castwise verify``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from castwise.onnx import TARGETS, convert, verify
+from castwise.onnx._errors import ConversionError
+from castwise.policy import LayerRule, Policy
+
+__all__ = ["add_arguments", "add_verify_arguments", "main", "main_verify"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``castwise convert``."""
+    parser.add_argument("input", type=Path, help="an ONNX model; its external data is found beside it")
+    parser.add_argument("output", type=Path, help="where to write the converted model")
+    parser.add_argument("--to", default="float16", help="float16, bfloat16 or auto (default: float16)")
+    parser.add_argument("--calibrate", type=Path, metavar="PATH", help="inputs: an .npz file or a folder of such files")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest error of an output: max |difference| / max(1, max |fp32 value|)"
+    )
+    parser.add_argument(
+        "--keep", action="append", default=[], metavar="GLOB", help="keep layers in fp32: a module path or node name"
+    )
+    parser.add_argument("--policy", type=Path, help="a policy file with more rules")
+    parser.add_argument("--target", choices=TARGETS, help="the runtime the model is for")
+    parser.add_argument("--change-io", action="store_true", help="let inputs and outputs change their types too")
+    parser.add_argument("--report", type=Path, help="write what was done, as .html or .json")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Convert a model, write it and say what was done."""
+    if args.output.resolve() == args.input.resolve():
+        raise ConversionError(f"{args.output} is the input. Give the result another name.")
+    policy = Policy() if args.policy is None else Policy.load(args.policy)
+    kept = [LayerRule(glob, format="float32") for glob in args.keep]
+    data = policy.to_dict()
+    if kept:
+        policy = Policy.from_dict(
+            {**data, "layers": [*_layers(data), *({"match": r.match, "format": "float32"} for r in kept)]}
+        )
+    done = convert(
+        args.input,
+        format=args.to,
+        calibration=args.calibrate,
+        tolerance=args.tolerance,
+        keep_io=not args.change_io,
+        policy=policy,
+        target=args.target,
+    )
+    done.save(args.output)
+    if args.report is not None:
+        done.report.save(args.report)
+    print(done.report.summary())
+    return 0
+
+
+def _layers(data: dict[str, object]) -> list[object]:
+    layers = data.get("layers", [])
+    return list(layers) if isinstance(layers, (list, tuple)) else []
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``castwise verify``."""
+    parser.add_argument("model", type=Path, help="the converted model")
+    parser.add_argument("--against", type=Path, required=True, help="the fp32 model that it was made from")
+    parser.add_argument("--calibrate", type=Path, metavar="PATH", help="inputs: an .npz file or a folder of such files")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest error of an output (default: what it was converted for)"
+    )
+
+
+def main_verify(args: argparse.Namespace) -> int:
+    """Compare a converted model with its original. Exit status 1 where the tolerance is not kept."""
+    found = verify(args.model, args.against, calibration=args.calibrate, tolerance=args.tolerance)
+    for output in found.outputs:
+        print(
+            f"{output.name}: error {output.error:.3g} (absolute {output.absolute:.3g}, largest value {output.largest:.4g})"
+        )
+    for difference in found.differences:
+        print(f"note: {difference}")
+    if not found.calibrated:
+        print("note: inputs were made up; give --calibrate to check on real ones")
+    allowed = "no tolerance is known" if found.tolerance is None else f"tolerance {found.tolerance:g}"
+    print(f"{'kept' if found.ok else 'NOT kept'}: error {found.error:.3g}, {allowed}")
+    return 0 if found.ok else 1
