@@ -11,7 +11,7 @@ import functools
 import tomllib
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 from castwise._frozen import FrozenMap
@@ -23,6 +23,7 @@ __all__ = ["MEASURED_FORMATS", "parse_catalogue", "read_catalogue"]
 # The low formats whose kernels are measured. In 8 bits torch has a product and its scales, and nothing else.
 MEASURED_FORMATS = ("bf16", "fp16")
 _SCHEMA = 1
+_HERE = Path(__file__).parent
 _Choice = TypeVar("_Choice", bound=StrEnum)
 _Names = dict[str, tuple[str, ...]]
 _SHARED_KEYS = frozenset(
@@ -79,6 +80,8 @@ def _hazards(where: str, value: object) -> FrozenMap[str, frozenset[str]]:
 
 
 def _spellings(where: str, name: str, op: Mapping[str, Any]) -> FrozenMap[str, tuple[str, ...]]:
+    if not op:
+        return FrozenMap({"torch": (name,)})
     spelt = {"torch": name, **{framework: op[framework] for framework in FRAMEWORKS if framework in op}}
     names = {framework: tuple(words) for framework, text in spelt.items() if (words := _words(where, framework, text))}
     if not names:
@@ -86,26 +89,28 @@ def _spellings(where: str, name: str, op: Mapping[str, Any]) -> FrozenMap[str, t
     return FrozenMap(names)
 
 
-def _entry(name: str, op: Mapping[str, Any], group: Mapping[str, Any]) -> OpEntry:
-    where = f"{name!r}"
+def _attributes(where: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group or an op that overrides its group says of an entry, checked: all but name, spellings and note."""
+    rule = table.get("rule")
+    return {
+        "op_class": _member(where, "class", OpClass, table.get("class")),
+        "hazards": _hazards(where, table.get("hazard", "")),
+        "rule": None if rule is None else _member(where, "rule", Rule, rule),
+        "accumulates_wide": _flag(where, table, "accumulates_wide", True),
+        "selects": _flag(where, table, "selects", False),
+        "mixed": _member(where, "mixed", Mixed, table.get("mixed", Mixed.WIDEST)),
+        "composite": _flag(where, table, "composite", False),
+        "stores_constant": _flag(where, table, "stores_constant", False),
+    }
+
+
+def _entry(name: str, op: Mapping[str, Any], group: Mapping[str, Any], shared: dict[str, Any]) -> OpEntry:
+    where = repr(name)
     if not isinstance(op, Mapping):
         raise _fail(where, f"is {op!r}", "Write a table, {} where there is nothing to add.")
     _check_keys(where, op, _OP_KEYS)
-    both = {**group, **op}
-    rule = both.get("rule")
-    return OpEntry(
-        name=name,
-        op_class=_member(where, "class", OpClass, both.get("class")),
-        hazards=_hazards(where, both.get("hazard", "")),
-        rule=None if rule is None else _member(where, "rule", Rule, rule),
-        accumulates_wide=_flag(where, both, "accumulates_wide", True),
-        selects=_flag(where, both, "selects", False),
-        mixed=_member(where, "mixed", Mixed, both.get("mixed", Mixed.WIDEST)),
-        composite=_flag(where, both, "composite", False),
-        stores_constant=_flag(where, both, "stores_constant", False),
-        names=_spellings(where, name, op),
-        note=op.get("note", group.get("why", "")),
-    )
+    attributes = shared if _SHARED_KEYS.isdisjoint(op) else _attributes(where, {**group, **op})
+    return OpEntry(name=name, names=_spellings(where, name, op), note=op.get("note", group["why"]), **attributes)
 
 
 def _group_entries(group: Mapping[str, Any]) -> Iterator[OpEntry]:
@@ -121,7 +126,8 @@ def _group_entries(group: Mapping[str, Any]) -> Iterator[OpEntry]:
         ops[name] = tables.get(name, {})
     if not group.get("why"):
         raise _fail(where, "has no reason", "Say why its ops belong together in `why`.")
-    return (_entry(name, op, group) for name, op in ops.items())
+    shared = _attributes(where, group)
+    return (_entry(name, op, group, shared) for name, op in ops.items())
 
 
 def parse_catalogue(text: str, kernels: str = "") -> Catalogue:
@@ -183,8 +189,6 @@ def _index(entries: Mapping[str, OpEntry]) -> FrozenMap[str, Mapping[str, OpEntr
 
 def read_catalogue() -> Catalogue:
     """The catalogue in the files beside this module."""
-    package = resources.files("castwise")
-    texts = (
-        package.joinpath(file).read_text(encoding="utf-8") for file in ("catalogue.toml", "catalogue_kernels.toml")
-    )
+    # By path: importlib.resources would take half as long to import as the files take to read.
+    texts = (_HERE.joinpath(file).read_text(encoding="utf-8") for file in ("catalogue.toml", "catalogue_kernels.toml"))
     return parse_catalogue(*texts)
