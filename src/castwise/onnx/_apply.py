@@ -166,10 +166,10 @@ class _Writer:
         kept = [proto for proto in fresh if not self._is_dead(proto)]
         del graph.node[:]
         graph.node.extend(kept)
-        for index, (info, value) in enumerate(zip(graph.output, scope.outputs, strict=True)):
-            if value is not None and value.floating:
-                elem = self._leaves(scope, index, value)
-                info.name = self.name(value, elem)
+        for index, (info, end) in enumerate(zip(graph.output, scope.outputs, strict=True)):
+            if end is not None and end.floating:
+                elem = self._leaves(scope, index, end)
+                info.name = self.name(end, elem)
                 if info.type.HasField("tensor_type"):
                     info.type.tensor_type.elem_type = elem
         self._retype_infos(scope, graph)
@@ -201,7 +201,7 @@ class _Writer:
         return made
 
     def _shortcut(self, proto: onnx.NodeProto, index: int, value: Value, node: Node) -> None:
-        """Read the 16-bit tensor that a cast of the model's own widened, in place of widening and narrowing it again."""
+        """Read the 16-bit tensor that a cast of the model's own widened, in place of casting there and back."""
         maker = value.node
         if value.floating and maker is not None and self.captured.slots[maker.id].widens:
             source = maker.inputs[0]
@@ -324,9 +324,10 @@ class _Writer:
         for value in scope.values.values():
             for elem in (_FLOAT, self.low):
                 name = self.names.get((value, elem))
-                if name and name != value.name and name not in existing and value.origin in ("node", "input"):
-                    if value.shape is not None and elem in {self.produced(value), *self.wants.get(value, set())}:
-                        graph.value_info.append(_info_like(scope, value, name, elem))
+                new = name and name != value.name and name not in existing and value.origin in ("node", "input")
+                used = elem in {self.produced(value), *self.wants.get(value, set())}
+                if name and new and used and value.shape is not None:
+                    graph.value_info.append(_info_like(scope, value, name, elem))
 
     def _retype_io(self, top: Scope) -> None:
         for info, value in zip(self.model.graph.output, top.outputs, strict=True):

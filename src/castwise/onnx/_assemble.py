@@ -1,7 +1,7 @@
 """Putting a converted model back together, in memory or on the disk.
 
-In memory a model is a ``ModelProto`` with all its weights, up to the 2 GB that a protocol buffer can hold. On the disk a
-larger one has its weights in a file of their own, written one after the other, so that no more than one is in memory.
+In memory a model is a ``ModelProto`` with all its weights, up to the 2 GB that a protocol buffer can hold. On the disk
+a larger one has its weights in a file of their own, written one after the other, so that no more than one is in memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def assemble(source: Source, applied: Applied, fmt: str) -> onnx.ModelProto:
     size = total_bytes(source, applied, fmt)
     if size > LIMIT:
         raise ConversionError(
-            f"The converted model has {size / 1e9:.1f} GB of weights, more than a ModelProto holds. Save it to a file instead: "
+            f"The converted model has {size / 1e9:.1f} GB of weights, more than a ModelProto holds. Save it to a file: "
             "Conversion.save(path)."
         )
     model = _bare(source, applied, fmt)

@@ -262,7 +262,7 @@ _WHOLE = (onnx.TensorProto.INT64, onnx.TensorProto.INT32, onnx.TensorProto.BOOL)
 
 
 def _scan_states(node: Node) -> int | None:
-    """How many of a Scan's inputs are state; None where all of a node's inputs are (Loop, and Scan as it was in opset 8)."""
+    """How many of a Scan's inputs are state; None where all of a node's are (Loop, and Scan as it was in opset 8)."""
     if node.op_type != "Scan":
         return None
     count = next((int(a.i) for a in node.proto.attribute if a.name == "num_scan_inputs"), 0)

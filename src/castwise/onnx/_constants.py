@@ -99,8 +99,8 @@ def _examine_one(
     elif flushed.any():
         largest = float(np.abs(finite[flushed]).max())
         found.notes.append(
-            f"{int(flushed.sum())} of {finite.size} values of {value.name!r} become 0 in {fmt.name}; the largest of them is "
-            f"{largest:.3g}, {largest / float(np.abs(finite).max()):.1g} of its largest value"
+            f"{int(flushed.sum())} of {finite.size} values of {value.name!r} become 0 in {fmt.name}; the largest of "
+            f"them is {largest:.3g}, {largest / float(np.abs(finite).max()):.1g} of its largest value"
         )
 
 
@@ -139,9 +139,7 @@ def bring_masks_within_range(tree: Tree, weights: Weights, fmt: str) -> list[str
         _replace(
             value, np.where(np.isfinite(array) & (array < limit), np.float32(limit), array).astype(np.float32), weights
         )
-        notes.append(
-            f"mask constant {value.name!r}: {lowest:.4g} became {limit:.6g}; both give masked positions a softmax weight of 0"
-        )
+        notes.append(f"mask constant {value.name!r}: {lowest:.4g} became {limit:.6g}; a softmax makes 0 of both")
     return notes
 
 

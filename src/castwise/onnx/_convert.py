@@ -175,7 +175,10 @@ class _Work:
         return (inputs & {tensor.name for tensor in model.graph.initializer}) | set(self.source.listed)
 
     def _tree(self) -> Tree:
-        return build_tree(self.skeleton, self.weights.types, self.overridable)
+        tree = build_tree(self.skeleton, self.weights.types, self.overridable)
+        for node in tree.nodes():
+            node.proto.name = node.id
+        return tree
 
     def _captured(self) -> Captured:
         return capture(self.tree, self.fmt, keep_io=self.keep_io, pins=self.pins, name=self.source.name)
@@ -286,8 +289,8 @@ class _Work:
         if outcome is None or outcome.error <= search.tolerance:
             return
         message = (
-            f"{self.source.name}: the error is {outcome.error:.3g} with everything that may be raised in fp32; the tolerance is "
-            f"{search.tolerance:g}."
+            f"{self.source.name}: the error is {outcome.error:.3g} with everything that may be raised in fp32; the "
+            f"tolerance is {search.tolerance:g}."
         )
         if self.tolerance is not None and self.calibrated:
             raise ConversionError(f"{message} Drop rules that keep ops in 16 bits, or allow more.")

@@ -50,7 +50,7 @@ class Outcome:
 
     outputs: tuple[OutputError, ...]
     noise: float
-    """Mean square of the difference relative to max(1, max |fp32 value|), summed over outputs; infinite where not finite."""
+    """Mean square of difference / max(1, max |fp32 value|), summed over outputs; infinite where not finite."""
 
     @property
     def error(self) -> float:
@@ -124,7 +124,7 @@ def infer(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @dataclass
 class Evaluator:
-    """Runs plans on samples. ``reference`` is the model as it came, ``skeleton`` the one that plans are written into."""
+    """Runs plans on samples. ``reference`` is the model as it came, plans are written into ``skeleton``."""
 
     reference: onnx.ModelProto
     skeleton: onnx.ModelProto
@@ -179,7 +179,7 @@ class Evaluator:
         return found
 
     def try_plan(self, captured: Captured, labels: Mapping[str, bool]) -> Outcome:
-        """What a plan does to the outputs, over all samples. Raises RuntimeError where the emulated model does not run."""
+        """What a plan does to the outputs, over all samples. Raises RuntimeError where its model does not run."""
         return self.try_model(apply(captured, self.skeleton, labels), captured.fmt)
 
     def try_model(self, applied: Applied, fmt: str) -> Outcome:
@@ -197,6 +197,8 @@ class Evaluator:
         applied = apply(captured, self.skeleton, labels)
         model = emulated(infer(applied.model))
         tree = build_tree(model, dict.fromkeys(self._fed_to(applied, captured.fmt), (1, ())))
+        for node in tree.nodes():
+            node.proto.name = node.id
         values = {value for value in tree.values() if value.floating and not value.constant}
         seen = self._maxima(model, tree, values, self._fed_to(applied, captured.fmt), finite_only=False)
         guilty = []

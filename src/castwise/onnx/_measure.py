@@ -36,7 +36,10 @@ class Instrumented:
 def instrument(
     model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], *, finite_only: bool = False
 ) -> Instrumented:
-    """Extend a copy of ``model``, whose scope tree is ``tree``. ``finite_only`` leaves infinities and NaN out of the maxima."""
+    """Extend a copy of ``model``, whose scope tree is ``tree`` and whose nodes are named as in it.
+
+    ``finite_only`` leaves infinities and NaN out of the maxima.
+    """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     copy.ir_version = max(int(copy.ir_version), _INITIALIZERS_ALONE)
@@ -57,7 +60,7 @@ class _Instrumentation:
     count: int = 0
     stats: list[str] = field(default_factory=list)
 
-    def constants(self) -> list[tuple[str, np.ndarray]]:  # type: ignore[type-arg]
+    def constants(self) -> list[tuple[str, np.ndarray]]:
         return [
             ("castwise_flat", np.array([-1], np.int64)),
             ("castwise_zero", np.zeros(1, np.float32)),
@@ -76,15 +79,17 @@ class _Instrumentation:
     def scope(self, scope: Scope, graph: onnx.GraphProto) -> list[tuple[str, str]]:
         """Add the reductions of a graph and those in it. Returns (name in this graph, path of the tensor)."""
         found: list[tuple[str, str]] = []
-        extra: dict[int, list[onnx.NodeProto]] = {}
-        for node in scope.nodes:
-            if node.bodies and not node.domain:
-                found += self._body(node, graph.node[node.position], extra.setdefault(node.position, []))
+        extra: dict[str, list[onnx.NodeProto]] = {}
+        holders = {node.id: node for node in scope.nodes if node.bodies and not node.domain}
         nodes = list(graph.node)
+        for proto in nodes:
+            if proto.name in holders:
+                found += self._body(holders[proto.name], proto, extra.setdefault(proto.name, []))
+        copies = [(onnx.NodeProto.FromString(proto.SerializeToString()), extra.get(proto.name, [])) for proto in nodes]
         del graph.node[:]
-        for position, proto in enumerate(nodes):
+        for proto, after in copies:
             graph.node.append(proto)
-            graph.node.extend(extra.get(position, []))
+            graph.node.extend(after)
         for value in scope.values.values():
             if value in self.wanted and value.floating:
                 added, name = self._reduction(value.name, _is_plain(value))
@@ -117,13 +122,13 @@ class _Instrumentation:
             return self._branches(node, proto, graphs)
         if node.op_type not in ("Loop", "Scan"):
             return []
-        (name, body), graph = next(iter(node.bodies.items())), next(iter(graphs.values()))
+        body, graph = next(iter(node.bodies.values())), next(iter(graphs.values()))
         if node.op_type == "Scan" and len(body.graph.input) != len(node.inputs):
             return []
         stats = self.scope(body, graph)
         found = []
         for stat, path in stats:
-            stacked, (reduced, out) = self.fresh(), ([], "")
+            stacked = self.fresh()
             graph.output.append(helper.make_tensor_value_info(stat, _FLOAT, ()))
             proto.output.append(stacked)
             reduced, out = self._reduction(stacked, False)

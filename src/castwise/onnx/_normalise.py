@@ -1,8 +1,8 @@
 """From a model as it came to one that can be planned: checked, sorted, with its local functions opened.
 
 A local function is a graph that several nodes share. What format its inside may have depends on who calls it, so each
-call gets a body of its own, by ONNX's own inliner. A function that is written for another version of ONNX than the model
-cannot be opened so; it stays a node of a domain that nobody knows, and keeps its types.
+call gets a body of its own, by ONNX's own inliner. A function that is written for another version of ONNX than the
+model cannot be opened so; it stays a node of a domain that nobody knows, and keeps its types.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _inline(model: onnx.ModelProto, notes: list[str]) -> onnx.ModelProto:
 
 
 def raise_opset(model: onnx.ModelProto, type_name: str, notes: list[str]) -> onnx.ModelProto:
-    """The model in the opset from which on its products take ``type_name``; as it is where it takes them, or cannot be raised.
+    """The model in the opset from which on its products take ``type_name``; as it is where that cannot be had.
 
     ONNX let convolutions compute in bfloat16 as late as opset 22.
     """
@@ -91,7 +91,7 @@ def raise_opset(model: onnx.ModelProto, type_name: str, notes: list[str]) -> onn
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         notes.append(
-            f"opset {current} has no {type_name} for some products, and the model cannot be raised to {wanted}: {reason}"
+            f"opset {current} has no {type_name} for some products, and raising it to {wanted} failed: {reason}"
         )
         return model
     notes.append(f"raised from opset {current} to {wanted}, in which products take {type_name}")

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 Feed = dict[str, Array]
 
 _SEED = 0
-_UNKNOWN_SIZES = (2, 1, 64, 32, 16, 8, 224)
+_UNKNOWN_SIZES = (2, 1, 3, 4, 64, 32, 16, 8, 224)
 """Sizes that are tried, in this order, for dimensions that the model leaves open."""
 
 
@@ -87,8 +87,8 @@ def _sources(given: object) -> list[Callable[[], Mapping[str, object]]]:
                 )
         return [lambda feed=feed: feed for feed in feeds]  # type: ignore[misc]
     raise ConversionError(
-        f"calibration: {type(given).__name__} is not understood. Give a mapping of input names to arrays, a list of those, "
-        "an .npz file or a folder of such files."
+        f"calibration: {type(given).__name__} is not understood. Give a mapping of input names to arrays, a list of "
+        "those, an .npz file or a folder of such files."
     )
 
 
@@ -126,13 +126,13 @@ def _fitted(value: object, info: onnx.ValueInfoProto, where: str) -> Array:
         if not fits:
             wanted = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims]
             raise ConversionError(
-                f"{where}: input {info.name!r} has shape {list(array.shape)}, the model takes {wanted}. Give it that shape."
+                f"{where}: input {info.name!r} has shape {list(array.shape)}, the model takes {wanted}. Reshape it."
             )
     return array
 
 
 def made_up(inputs: Sequence[onnx.ValueInfoProto], runs: Callable[[Feed], bool]) -> Feed | None:
-    """A feed of normal numbers, zeros and ones of the right types and shapes that the model runs on; None if none is found."""
+    """A feed of made-up numbers of the right types and shapes that the model runs on; None if none is found."""
     named = {dim.dim_param for info in inputs for dim in info.type.tensor_type.shape.dim if dim.dim_param}
     open_ = any(
         not dim.HasField("dim_value") or dim.dim_value < 0 for info in inputs for dim in info.type.tensor_type.shape.dim

@@ -1,9 +1,9 @@
 """The scope tree of a model: graphs inside graphs, and who reads which value of which graph.
 
-A name means the value of the innermost graph that has it. ``If``, ``Loop`` and ``Scan`` bodies read values of the graphs
-around them, and two branches may use one name for two values, so everything after this works on :class:`Value` objects
-and never on names. Element types come from ONNX's own inference; where that gives up (behind an operator of a domain it
-does not know) the operator schemas say which other operands have the same type.
+A name means the value of the innermost graph that has it. ``If``, ``Loop`` and ``Scan`` bodies read values of the
+graphs around them, and two branches may use one name for two values, so everything after this works on :class:`Value`
+objects and never on names. Element types come from ONNX's own inference; where that gives up (behind an operator of a
+domain it does not know) the operator schemas say which other operands have the same type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import onnx
 __all__ = ["CONTROL", "Node", "Scope", "Tree", "Value", "build_tree", "operand_types", "schema_of"]
 
 CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Operators of ONNX that hold graphs. How values enter and leave their bodies is part of the language, not of a list of ops."""
+"""Operators of ONNX that hold graphs. How values enter and leave their bodies is part of the language."""
 
 
 @dataclass(eq=False, slots=True)
@@ -169,7 +169,7 @@ def build_tree(
 ) -> Tree:
     """The scope tree of a skeleton whose types were inferred.
 
-    ``stored`` are initializers kept outside of it. ``overridable`` are those that a caller may replace: they are inputs.
+    ``stored`` are initializers kept outside of it. ``overridable`` are those that a caller may replace, as inputs.
     """
     opsets = {("" if entry.domain == "ai.onnx" else entry.domain): int(entry.version) for entry in model.opset_import}
     tree = Tree(Scope(model.graph), opsets, set())

@@ -1,9 +1,9 @@
 """Reading an ONNX model so that its weights never have to fit into one message.
 
 A protocol buffer holds at most 2 GB, and copying a model to try a plan on it should not copy its weights. So a model is
-kept as a *skeleton*, in which every large initializer is only declared, and a store of arrays beside it. Type inference,
-planning, the checker and the evaluator work on the skeleton; the arrays come back when the result is put together.
-Weights in external files are mapped, not read, until somebody needs their values.
+kept as a *skeleton*, in which every large initializer is only declared, and a store of arrays beside it. Type
+inference, planning, the checker and the evaluator work on the skeleton; the arrays come back when the result is put
+together. Weights in external files are mapped, not read, until somebody needs their values.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import google.protobuf.message
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import external_data_helper, numpy_helper
 
 from castwise.onnx._errors import ConversionError
@@ -99,7 +99,7 @@ def _parse(data: bytes, name: str) -> onnx.ModelProto:
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
-    except (google.protobuf.message.DecodeError, ValueError, RuntimeError) as error:
+    except (DecodeError, ValueError, RuntimeError) as error:
         raise ConversionError(
             f"{name} is no ONNX model ({error}). Export the model again, or copy it again."
         ) from error
@@ -200,8 +200,8 @@ def _external(tensor: onnx.TensorProto, folder: Path | None, name: str) -> Calla
     """Map a tensor's values from its file. Its path must stay inside the model's folder."""
     if folder is None:
         raise ConversionError(
-            f"{name}: the values of {tensor.name!r} are in an external file, whose folder is not known. Give the path of "
-            "the model instead of the model, or load it with its external data."
+            f"{name}: the values of {tensor.name!r} are in an external file, whose folder is not known. Give the path "
+            "of the model in place of the model, or load it with its external data."
         )
     entry = {item.key: item.value for item in tensor.external_data}
     root = folder.resolve()
@@ -212,8 +212,8 @@ def _external(tensor: onnx.TensorProto, folder: Path | None, name: str) -> Calla
     offset, wanted = int(entry.get("offset", 0)), tensor_bytes(tensor)
     if not path.is_file() or path.stat().st_size < offset + wanted:
         raise ConversionError(
-            f"{name}: {tensor.name!r} should be {wanted} bytes at {offset} of {path.name}, which are not there. Copy the "
-            "external data beside the model again."
+            f"{name}: {tensor.name!r} should be {wanted} bytes at {offset} of {path.name}, which are not there. Copy "
+            "the external data beside the model again."
         )
     shape = tuple(tensor.dims)
     if not wanted:

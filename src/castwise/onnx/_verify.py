@@ -65,7 +65,7 @@ def verify(
     ):
         if ours != theirs:
             raise ConversionError(
-                f"{converted.name} has the {what} {ours}, {original.name} has {theirs}. Give the model it was converted from."
+                f"{converted.name} has the {what} {ours}, {original.name} has {theirs}. Give the model it is from."
             )
     try:
         first, second = Runner(emulated(reference), _arrays(original)), Runner(emulated(low), _arrays(converted))

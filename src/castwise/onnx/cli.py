@@ -76,9 +76,7 @@ def main_verify(args: argparse.Namespace) -> int:
     """Compare a converted model with its original. Exit status 1 where the tolerance is not kept."""
     found = verify(args.model, args.against, calibration=args.calibrate, tolerance=args.tolerance)
     for output in found.outputs:
-        print(
-            f"{output.name}: error {output.error:.3g} (absolute {output.absolute:.3g}, largest value {output.largest:.4g})"
-        )
+        print(f"{output.name}: error {output.error:.3g} (absolute {output.absolute:.3g}, of {output.largest:.4g})")
     for difference in found.differences:
         print(f"note: {difference}")
     if not found.calibrated:
