@@ -55,6 +55,14 @@ COMMANDS = {
         add_arguments="add_advise_arguments",
         main="main_advise",
     ),
+    "convert": Command("castwise.onnx.cli", "convert an ONNX model to mixed precision, and check it", extra="onnx"),
+    "verify": Command(
+        "castwise.onnx.cli",
+        "compare a converted ONNX model with the one it was made from",
+        add_arguments="add_verify_arguments",
+        main="main_verify",
+        extra="onnx",
+    ),
 }
 
 
