@@ -113,7 +113,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")
+        sub = commands.add_parser(
+            name, help=command.summary, description=f"{command.summary[0].upper()}{command.summary[1:]}."
+        )
         if name == asked:
             with _naming_the_extra(command):
                 getattr(importlib.import_module(command.module), command.add_arguments)(sub)
