@@ -262,7 +262,7 @@ def random_model(seed: int) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     for _ in range(int(m.rng.integers(3, 14))):
         STEPS[int(m.rng.integers(len(STEPS)))](m)
     _matmul(m)
-    offered = [item for item in m.pool[2:]]
+    offered = m.pool[2:]
     chosen = {m.pool[-1]} | {offered[int(m.rng.integers(len(offered)))] for _ in range(2)}
     outputs = [vi(name, T.FLOAT, [None, width]) for name, width in sorted(chosen)]
     if m.inits and m.rng.random() < 0.2 and m.inits[0].data_type == T.FLOAT:

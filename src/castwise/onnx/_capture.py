@@ -22,10 +22,11 @@ import onnx
 from castwise.catalogue import PRODUCTS, OpClass, load_catalogue
 from castwise.graph import Graph, GraphBuilder, Kind
 from castwise.onnx._scopes import Node, Scope, Tree, Value
-from castwise.onnx._slots import ELEMENT, Slots, slots_of
+from castwise.onnx._slots import ELEMENT, Slots, hands_on, slots_of
 
 __all__ = ["Captured", "capture"]
 
+_CARRIED = "what enters or leaves a graph keeps its type where a loop carries it, or where ONNX asks for that"
 _PASSES_ON = "identity"
 """The catalogue's name for an op that hands on what it gets: joins, slices, and numbers made from integers."""
 
@@ -231,8 +232,8 @@ class _Capture:
             outer = node.inputs[i]
             if outer is None or not outer.floating:
                 continue
-            if states is None or i < states:
-                self._op(f"{node.id}#state{i}", _PASSES_ON, [outer], [], pin="state that a loop carries stays as it is")
+            if states is None or i < states or not hands_on(node, self.fmt, self.tree.opsets):
+                self._op(f"{node.id}#state{i}", _PASSES_ON, [outer], [], pin=_CARRIED)
                 continue
             slot = next((v for v in body.values.values() if v.origin == "input" and v.index == i), None)
             self.reader[node.id, i] = f"{node.id}#in{i}"
@@ -244,6 +245,7 @@ class _Capture:
             offset, carried = _outputs_of(node, i)
             ends = [(scope, scope.outputs[offset]) for scope in node.bodies.values() if offset < len(scope.outputs)]
             reads = [end for _, end in ends if end is not None and end.floating]
+            carried = carried or not hands_on(node, self.fmt, self.tree.opsets)
             if value is None or not value.floating or carried or len(reads) != len(ends):
                 self._keep(node, i, reads)
                 continue
@@ -254,7 +256,7 @@ class _Capture:
 
     def _keep(self, node: Node, index: int, reads: list[Value]) -> None:
         if reads:
-            why = "state that a loop carries stays as it is"
+            why = _CARRIED
             self._op(f"{node.id}#end{index}", _PASSES_ON, list(dict.fromkeys(reads)), [], pin=why)
 
 

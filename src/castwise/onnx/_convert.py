@@ -261,7 +261,14 @@ class _Work:
             search = self._search(captured)
             plan = search.run()
             applied = apply(captured, self.skeleton, search.labels(plan))
-            check(applied.model, f"{self.source.name} (converted)")
+            try:
+                check(applied.model, f"{self.source.name} (converted)")
+            except ConversionError as error:
+                node = _named_in(str(error), plan)
+                if node is None:
+                    raise
+                self.pins[node] = f"ONNX's checker does not accept it in {self.fmt}"
+                continue
             if self.fmt != "fp16" or self.source.size > _LOADABLE:
                 break
             failure = self._failure(applied)
@@ -275,6 +282,11 @@ class _Work:
                 )
                 break
             self.pins[node] = "ONNX Runtime has no 16-bit kernel for it on the CPU, and none in fp32 to fall back on"
+        else:
+            raise ConversionError(
+                f"{self.source.name}: after {_MOST_LOADS} attempts the result is still refused: {self.pins}. Keep these in "
+                "fp32 with rules of the policy."
+            )
         return captured, search, plan, applied
 
     def _failure(self, applied: Applied) -> str | None:
@@ -398,6 +410,10 @@ def _named_in(failure: str, plan: Plan) -> str | None:
     return next(
         (op for op in sorted(lowered, key=len, reverse=True) if f"'{op}'" in failure or f"({op})" in failure), None
     )
+
+
+def _names(message: str, op: str) -> bool:
+    return any(spelling in message for spelling in (f"'{op}'", f"({op})", f"node name: {op})", f"Name: {op} "))
 
 
 def _reason(plan: Plan, op: str) -> str:

@@ -16,7 +16,7 @@ import onnx
 from castwise.catalogue import Mixed, OpClass, OpEntry, load_catalogue
 from castwise.onnx._scopes import CONTROL, Node, Value, operand_types, schema_of
 
-__all__ = ["ELEMENT", "Slots", "slots_of"]
+__all__ = ["ELEMENT", "Slots", "hands_on", "slots_of"]
 
 ELEMENT = {"fp32": onnx.TensorProto.FLOAT, "fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
 """ONNX's element type of each format that a node can be given."""
@@ -66,7 +66,8 @@ def slots_of(node: Node, fmt: str, opsets: Mapping[str, int]) -> Slots:
         where = node.domain or "ONNX"
         return Slots(fixed_in=floats_in, reason=f"{node.op_type} of {where!r} is not known, so it keeps its types")
     if entry.op_class is OpClass.CAST:
-        return _cast_slots(node, fmt, floats_in, floats_out)
+        slots = _cast_slots(node, fmt, floats_in, floats_out)
+        return slots if hands_on(node, fmt, opsets) else Slots(fixed_in=floats_in)
     if (
         entry.op_class is OpClass.QUERY
         or entry.name in _ANY_FORMAT
@@ -78,9 +79,15 @@ def slots_of(node: Node, fmt: str, opsets: Mapping[str, int]) -> Slots:
     if entry.op_class is OpClass.QUANTIZE:
         return Slots(fixed_in=floats_in, reason="quantization keeps its scales in fp32")
     if entry.op_class in _MADE and not floats_in:
-        retype = "value" if node.op_type == "ConstantOfShape" and floats_out else ""
+        retype = "value" if node.op_type == "ConstantOfShape" and floats_out and hands_on(node, fmt, opsets) else ""
         return Slots(moving_out=floats_out if retype else (), attribute=retype)
     return _by_schema(node, fmt, opsets, schema, entry, floats_in, floats_out)
+
+
+def hands_on(node: Node, fmt: str, opsets: Mapping[str, int]) -> bool:
+    """Whether a node that holds graphs can hand on tensors of ``fmt``, in the version that the model imports."""
+    schema = schema_of(node, opsets)
+    return schema is not None and any(_TYPE[fmt] in item.allowed_type_strs for item in schema.type_constraints)
 
 
 def _has_floats(value: Value | None) -> bool:
