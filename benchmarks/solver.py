@@ -6,9 +6,11 @@
 
 The graphs look like the training graph of a transformer: blocks of normalisations, projections, attention, a
 feed-forward and residual additions, with shared weights read as they are, tensors saved for backward by several ops,
-and random noise over six orders of magnitude. Costs are the roofline of an A100. "plan" builds the energy and the
-network, cuts once and certifies; "front" is a Pareto front of 16 plans. Building the Graph itself (a front end's work)
-is timed apart.
+and random noise over six orders of magnitude. Costs are the roofline of an A100.
+
+"plan" is one plan at a price of noise, from the graph to the certificate; "gap" is how far from the optimum it can be,
+relative to its energy. "budget" is one plan within a noise budget, "front" a Pareto front of 16 plans. "graph" is the
+time to build the Graph, which is a front end's work and not part of the others.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from castwise.cost import Costs, roofline
 from castwise.graph import Graph, GraphBuilder
 from castwise.hardware import get_device
-from castwise.plan import Plan, pareto, solve
+from castwise.plan import pareto, solve
 from castwise.policy import Policy
 from castwise.risk import Risks
 
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
-FRONT_SIZES = (1_000, 3_000, 10_000, 30_000)
+LARGEST_FRONT = 30_000
 FRONT_POINTS = 16
 TOKENS, WIDTH = 2048, 1024
 
@@ -55,7 +58,9 @@ def _block(build: GraphBuilder, stream: str, path: str) -> str:
         )  # fmt: skip
 
     def simple(name: str, op: str, inputs: Sequence[str], width: int, layer: str, *, saves: Sequence[str] = ()) -> str:
-        return build.op(f"{path}.{name}", op, inputs, [(f"{path}.{name}.out", (TOKENS, width))], layer=layer, saves=saves)
+        return build.op(
+            f"{path}.{name}", op, inputs, [(f"{path}.{name}.out", (TOKENS, width))], layer=layer, saves=saves
+        )
 
     attention, feed_forward = f"{path}.attn", f"{path}.mlp"
     normed = simple("norm1", "layer_norm", [stream], WIDTH, f"{path}.norm1", saves=[stream])
@@ -77,41 +82,47 @@ def random_risks(graph: Graph, seed: int = 0) -> Risks:
     return Risks.from_sensitivities(graph, "bf16", 10.0 ** rng.uniform(-12, -6, len(graph.tensors)))
 
 
-def seconds(call: Callable[[], object]) -> float:
+Result = TypeVar("Result")
+
+
+def timed(call: Callable[[], Result]) -> tuple[Result, float]:
     started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    result = call()
+    return result, time.perf_counter() - started
 
 
 def prepared(ops: int) -> tuple[Graph, Costs, Risks, float]:
-    started = time.perf_counter()
-    graph = transformer(ops)
-    build = time.perf_counter() - started
+    graph, build = timed(lambda: transformer(ops))
     return graph, roofline(graph, get_device("a100"), "bf16"), random_risks(graph), build
 
 
-def budgets(graph: Graph, costs: Costs, risks: Risks) -> float:
-    """A noise budget that neither forces everything to fp32 nor leaves it out: a tenth of what all LOW would make."""
-    return 0.1 * float(risks.op_noise.sum())
+def fair_price(costs: Costs, risks: Risks) -> float:
+    """A price of noise at which neither time nor noise decides alone."""
+    return float(costs.high.sum() / risks.op_noise.sum())
+
+
+def row(size: int) -> str:
+    policy = Policy.preset("bfloat16")
+    graph, costs, risks, build = prepared(size)
+    lam, budget = fair_price(costs, risks), 0.1 * float(risks.op_noise.sum())
+    plan, plan_time = timed(lambda: solve(graph, costs, risks, policy, lam=lam))
+    _, budget_time = timed(lambda: solve(graph, costs, risks, policy, budget=budget))
+    front_column = f"{'-':>10} {'-':>6}"
+    if size <= LARGEST_FRONT:
+        plans, front_time = timed(lambda: pareto(graph, costs, risks, policy, points=FRONT_POINTS))
+        front_column = f"{front_time:>9.2f}s {len(plans):>6}"
+    return (
+        f"{len(graph):>8} {build:>8.2f}s {plan_time:>8.2f}s {1e6 * plan_time / len(graph):>7.1f} "
+        f"{plan.gap / plan.energy:>9.1e} {budget_time:>8.2f}s {front_column}"
+    )
 
 
 def table(sizes: Sequence[int]) -> None:
-    policy = Policy.preset("bfloat16")
-    print(f"{'ops':>8} {'graph':>9} {'plan':>9} {'µs/op':>7} {'budget':>9} {'front':>9} {'plans':>6} {'gap':>9}")
+    prepared(100)  # imports and caches
+    row(100)
+    print(f"{'ops':>8} {'graph':>9} {'plan':>9} {'µs/op':>7} {'gap':>9} {'budget':>9} {'front':>10} {'plans':>6}")
     for size in sizes:
-        graph, costs, risks, build = prepared(size)
-        lam = float(costs.high.sum() / risks.op_noise.sum())
-        plans: list[Plan] = []
-        plan = seconds(lambda: plans.append(solve(graph, costs, risks, policy, lam=lam)))
-        budget = seconds(lambda: solve(graph, costs, risks, policy, budget=budgets(graph, costs, risks)))
-        front = float("nan")
-        points: list[Plan] = []
-        if size <= max(FRONT_SIZES):
-            front = seconds(lambda: points.extend(pareto(graph, costs, risks, policy, points=FRONT_POINTS)))
-        print(
-            f"{len(graph):>8} {build:>8.2f}s {plan:>8.2f}s {1e6 * plan / len(graph):>7.1f} {budget:>8.2f}s "
-            f"{front:>8.2f}s {len(points):>6} {plans[0].gap / plans[0].energy:>9.1e}"
-        )
+        print(row(size), flush=True)
 
 
 def main() -> None:
@@ -123,9 +134,8 @@ def main() -> None:
         table(arguments.sizes)
         return
     graph, costs, risks, _ = prepared(max(arguments.sizes))
-    lam = float(costs.high.sum() / risks.op_noise.sum())
     profile = cProfile.Profile()
-    profile.runcall(solve, graph, costs, risks, Policy.preset("bfloat16"), lam=lam)
+    profile.runcall(solve, graph, costs, risks, Policy.preset("bfloat16"), lam=fair_price(costs, risks))
     pstats.Stats(profile).sort_stats("cumulative").print_stats(25)
 
 

@@ -155,7 +155,7 @@ class CutNetwork:
                 best, best_side = value, side
             gap = max(best - flow, 0.0)
         labels = np.where(self._pins == FREE, best_side[self._node], self._pins == LOW)
-        return Cut(labels, constant + best, constant + best - gap)
+        return Cut(labels, float(constant + best), float(constant + best - gap))
 
     def _capacities(self, weights: Weights) -> tuple[Floats, float]:
         """Capacities of all arcs, and the energy that no cut can avoid, which they leave out."""

@@ -35,7 +35,10 @@ EXACT_SECONDS = 20.0
 _BETTER = 1e-9
 # Every step finds a new corner of the hull or ends the search; steps home in on the budget much faster than that.
 _MOST_STEPS = 60
+# The price of noise is raised by this factor, at most so often, until only noise counts.
+_RAISE, _MOST_RAISES = 1e3, 12
 _NO_NOISE = 1e-12
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,23 @@ def _least_noise(problem: Problem, mu: float) -> Point:
     return _point(problem, Weights(0.0, 1.0, 0.0), mu)
 
 
+def _most_exact(problem: Problem, fastest: Point, mu: float) -> Point:
+    """The cheapest plan with the least noise, and a price at which it is the best."""
+    least = _least_noise(problem, mu)
+    spread = fastest.noise - least.noise
+    found, lam = fastest, max(fastest.cost, least.cost, _TINY) / max(spread, _TINY)
+    for _ in range(_MOST_RAISES):
+        if found.noise <= least.noise * (1 + _BETTER):
+            break
+        found = at_price(problem, lam, mu)
+        lam *= _RAISE
+    return found
+
+
 def _point(problem: Problem, weights: Weights, mu: float) -> Point:
     cut = problem.network.solve(weights)
     scored = problem.score(cut.labels)
-    lam = weights.noise if weights.time else math.inf
-    return Point(cut.labels, scored, scored.energy(Weights(1.0, 0.0, mu)), lam, cut.energy - cut.lower_bound)
+    return Point(cut.labels, scored, scored.energy(Weights(1.0, 0.0, mu)), weights.noise, cut.energy - cut.lower_bound)
 
 
 def _price(fast: Point, exact: Point) -> float | None:
@@ -91,16 +106,17 @@ def front(problem: Problem, points: int, mu: float) -> list[Point]:
 
     The widest gap is always filled next, by the fall in noise (in orders of magnitude) times the rise in cost.
     """
-    fastest, exactest = at_price(problem, 0.0, mu), _least_noise(problem, mu)
-    corners = [fastest] if fastest.noise <= exactest.noise else [fastest, exactest]
+    fastest = at_price(problem, 0.0, mu)
+    exactest = _most_exact(problem, fastest, mu)
+    corners = [fastest, exactest]
     spread = max(exactest.cost - fastest.cost, _NO_NOISE)
-    smallest = _NO_NOISE * max(fastest.noise, 1e-300)
+    smallest = _NO_NOISE * max(fastest.noise, _TINY)
 
     def width(left: Point, right: Point) -> float:
         fall = math.log(max(left.noise, smallest) / max(right.noise, smallest))
         return fall * (right.cost - left.cost) / spread
 
-    waiting = [(-width(*corners), 0, fastest, exactest)] if len(corners) == 2 else []
+    waiting = [(-width(fastest, exactest), 0, fastest, exactest)]
     count = 0
     while waiting and len(corners) < points:
         _, _, left, right = heapq.heappop(waiting)
@@ -111,11 +127,11 @@ def front(problem: Problem, points: int, mu: float) -> list[Point]:
         for pair in ((left, middle), (middle, right)):
             count += 1
             heapq.heappush(waiting, (-width(*pair), count, *pair))
-    return _priced(problem, _undominated(corners), mu)
+    return _undominated(corners)
 
 
 def _undominated(corners: list[Point]) -> list[Point]:
-    """Corners by rising cost and falling noise; the first plan of least noise may turn out dearer than a later one."""
+    """Corners by rising cost and falling noise, without those that another one betters in both."""
     kept: list[Point] = []
     for corner in sorted(corners, key=lambda point: (point.cost, point.noise)):
         if not kept or corner.noise < kept[-1].noise:
@@ -123,25 +139,19 @@ def _undominated(corners: list[Point]) -> list[Point]:
     return kept
 
 
-def _priced(problem: Problem, corners: list[Point], mu: float) -> list[Point]:
-    """The same corners, with a price for the last one, which was found without one, and a proof at that price."""
-    if len(corners) < 2 or math.isfinite(corners[-1].lam):
-        return corners
-    lam = _price(corners[-2], corners[-1]) or 0.0
-    best = at_price(problem, lam, mu)
-    ahead = corners[-1].cost + lam * corners[-1].noise - (best.cost + lam * best.noise)
-    return [*corners[:-1], replace(corners[-1], lam=lam, gap=max(ahead, 0.0) + best.gap)]
-
-
-def within_budget(problem: Problem, budget: float, mu: float) -> Point:
+def within_budget(problem: Problem, budget: float, mu: float, known: Bools | None = None) -> Point:
     """The cheapest plan whose noise is at most ``budget``. Its ``gap`` says how far from the cheapest it can be.
+
+    ``known`` are labels that are within the budget and that the result must not be dearer than.
 
     Raises PlanError where even the plan of least noise is over the budget.
     """
     fast = at_price(problem, 0.0, mu)
     if fast.noise <= budget:
         return fast
-    exact = _least_noise(problem, mu)
+    exact = _most_exact(problem, fast, mu)
+    if exact.noise > budget:
+        exact = _least_noise(problem, mu)
     if exact.noise > budget:
         raise PlanError(
             f"No plan has a noise of {budget:.3g} or less: what is pinned to {problem.fmt} makes {exact.noise:.3g}. "
@@ -158,7 +168,12 @@ def within_budget(problem: Problem, budget: float, mu: float) -> Point:
         if not _beats(middle, lam, fast):
             break
         fast, exact = (fast, middle) if middle.noise <= budget else (middle, exact)
-    best = replace(exact, lam=lam, gap=max(exact.cost - bound, 0.0))
+    best = replace(exact, lam=lam)
+    if known is not None:
+        scored = problem.score(known)
+        rival = Point(known, scored, scored.energy(Weights(1.0, 0.0, mu)), lam, 0.0)
+        best = rival if rival.noise <= budget and rival.cost < best.cost else best
+    best = replace(best, gap=max(best.cost - bound, 0.0))
     return _closed(problem, best, budget, mu) if best.gap > _BETTER * abs(best.cost) else best
 
 

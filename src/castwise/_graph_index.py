@@ -108,6 +108,13 @@ class GraphIndex:
             accumulates=np.array([op.accumulates for op in ops], float),
         )
 
+    def touching(self, per_tensor: Bools) -> Bools:
+        """[ops] whether each reads or writes a tensor for which ``per_tensor`` holds."""
+        found = np.zeros(self.ops, bool)
+        for pairs in (self.reads, self.writes):
+            found[pairs.op[per_tensor[pairs.tensor]]] = True
+        return found
+
     def of_producer(self, per_op: NDArray[_Scalar], missing: bool | float) -> NDArray[_Scalar]:
         """[tensors] the value of ``per_op`` at the op that writes each tensor, ``missing`` where none does."""
         values = np.full(self.tensors, missing, per_op.dtype)

@@ -29,7 +29,7 @@ from castwise._ranges import RangeRecord
 from castwise._terms import HIGH, LOW, Roles
 from castwise.catalogue import OpClass, OpEntry, load_catalogue
 from castwise.errors import PolicyError
-from castwise.formats import parse_format
+from castwise.formats import FORMATS, parse_format
 from castwise.graph import Graph, Kind
 from castwise.policy import Decision, Policy, Rule, decide, default_rule
 
@@ -101,25 +101,32 @@ def _report_conflict(graph: Graph, position: int, rule: Pin, must: Pin | None, s
 
 
 def _structure_pins(graph: Graph, fmt: str, entries: Mapping[str, OpEntry]) -> Iterator[tuple[int, Pin]]:
-    movable = Roles.of(graph, fmt).movable.tolist()
+    index, movable = graph.index, Roles.of(graph, fmt).movable
+    foreign = index.touching(index.floating & ~movable)
+    inert = ~index.touching(movable)
     for position, op in enumerate(graph.ops):
-        touched = (*op.inputs, *op.outputs)
-        entry = entries.get(op.name)
-        foreign = next((t for t in touched if not movable[t] and graph.tensors[t].floating), None)
-        written_in_place = next((t for t in op.outputs if t in graph.mutated), None)
         if op.pin:
             yield position, Pin(HIGH, Cause.STRUCTURE, op.pin)
-        elif foreign is not None:
-            yield position, Pin(HIGH, Cause.STRUCTURE, f"it works in {graph.tensors[foreign].format}")
-        elif not any(movable[tensor] for tensor in touched):
+        elif foreign[position]:
+            formats = {graph.tensors[t].format for t in (*op.inputs, *op.outputs) if not movable[t]} & FORMATS.keys()
+            yield position, Pin(HIGH, Cause.STRUCTURE, f"it works in {' and '.join(sorted(formats))}")
+        elif inert[position]:
             yield position, Pin(HIGH, Cause.STRUCTURE, "it has no floating-point operand")
-        elif written_in_place is not None:
-            low = graph.tensors[written_in_place].format == fmt
-            reason = f"op {graph.mutated[written_in_place]!r} changes its result in place, so that it has one format"
-            yield position, Pin(low, Cause.STRUCTURE, reason)
-        elif entry is not None and entry.op_class is OpClass.CAST:
+    yield from _in_place_pins(graph, fmt, foreign)
+    casts = {name for name, entry in entries.items() if entry.op_class is OpClass.CAST}
+    for position, op in enumerate(graph.ops):
+        if op.name in casts and op.outputs and not foreign[position] and not inert[position]:
             target = graph.tensors[op.outputs[0]].format
             yield position, Pin(target == fmt, Cause.STRUCTURE, f"the model itself casts to {target} here")
+
+
+def _in_place_pins(graph: Graph, fmt: str, foreign: Bools) -> Iterator[tuple[int, Pin]]:
+    """Storage that is written more than once has one format: the one it has without a plan."""
+    for tensor, writer in graph.mutated.items():
+        position = int(graph.index.producer[tensor])
+        if position >= 0 and not foreign[position] and graph.tensors[tensor].floating:
+            reason = f"op {writer!r} changes its result in place, which therefore has one format"
+            yield position, Pin(graph.tensors[tensor].format == fmt, Cause.STRUCTURE, reason)
 
 
 def _policy_pins(graph: Graph, fmt: str, policy: Policy, entries: Mapping[str, OpEntry]) -> Iterator[tuple[int, Pin]]:
@@ -173,15 +180,18 @@ def _beyond(graph: Graph, tensor: int, record: RangeRecord, fmt: str, largest: f
 
 
 def _catalogue_pins(graph: Graph, fmt: str, risks: Risks, entries: Mapping[str, OpEntry]) -> Iterator[tuple[int, Pin]]:
-    asked_for = _integers_asked_for(graph)
+    asked_for = _integers_asked_for(graph).tolist()
+    safe = {name for name, entry in entries.items() if default_rule(entry, fmt) is not Rule.HIGH}
+    safe -= {name for name, entry in entries.items() if entry.hazards.get(fmt)}
     for position, op in enumerate(graph.ops):
-        entry = entries.get(op.name)
-        if entry is None:
-            reason = f"{op.name!r} is not in the op catalogue; a policy rule for it can allow {fmt}"
-        elif asked_for[position]:
+        if asked_for[position]:
             reason = "its integer result changes where rounding makes or breaks a tie"
+        elif op.name in safe:
+            continue
+        elif op.name not in entries:
+            reason = f"{op.name!r} is not in the op catalogue; a policy rule for it can allow {fmt}"
         else:
-            reason = _hazard(graph, position, entry, fmt, risks)
+            reason = _hazard(graph, position, entries[op.name], fmt, risks)
         if reason:
             yield position, Pin(HIGH, Cause.CATALOGUE, reason)
 
@@ -199,8 +209,7 @@ def _hazard(graph: Graph, position: int, entry: OpEntry, fmt: str, risks: Risks)
     """Why the catalogue keeps an op in fp32; empty where it does not, or where measurements say it need not."""
     hazards = entry.hazards.get(fmt, frozenset())
     if not hazards:
-        stays_wide = default_rule(entry, fmt) is Rule.HIGH
-        return f"ops of class {entry.op_class.value} stay in fp32" if stays_wide else ""
+        return f"ops of class {entry.op_class.value} stay in fp32"
     if not risks.measured:
         return f"{' and '.join(sorted(hazards))} hazard in {fmt}, and nothing was measured to weigh it by"
     if "range" in hazards and not _measured_harmless(graph, position, entry, fmt, risks):

@@ -50,10 +50,7 @@ class Fingerprint:
     @classmethod
     def of(cls, graph: Graph, costs: Costs, versions: Mapping[str, str]) -> Self:
         """The fingerprint of a graph on the device that ``costs`` are for."""
-        from castwise import __version__  # at the package's top, which imports this module
-
-        named = {"castwise": __version__, **versions}
-        return cls(graph.digest, len(graph.ops), len(graph.tensors), costs.device, named)
+        return cls(graph.digest, len(graph.ops), len(graph.tensors), costs.device, dict(versions))
 
     def differences(self, here: Fingerprint) -> list[str]:
         """What is different ``here``, one sentence each."""
@@ -97,7 +94,8 @@ def to_dict(plan: Plan) -> dict[str, object]:
     problem = plan.problem
     return {
         "schema_version": _SCHEMA_VERSION,
-        "fingerprint": _record(plan.fingerprint),
+        "structure": plan.fingerprint.structure,
+        "versions": dict(plan.versions),
         "lam": plan.lam,
         "mu": plan.mu,
         "gap": plan.gap,
@@ -120,12 +118,13 @@ def fields(data: Mapping[str, Any]) -> dict[str, Any]:
             _graph_from_dict(data["graph"]), _costs_from_dict(data["costs"]), _risks_from_dict(data["risks"]), pins
         )
         labels = np.array(data["labels"], bool)
-        if len(labels) != len(problem.graph) or any(op not in range(len(labels)) for op in pins):
-            raise PlanError("The plan's labels do not fit its graph. Make the plan again.")
+        fits = len(labels) == len(problem.graph) and all(op in range(len(labels)) for op in pins)
+        if not fits or data["structure"] != problem.graph.digest:
+            raise PlanError("The plan's parts do not fit together: its file was edited. Make the plan again.")
         return {
             "problem": problem,
             "labels": labels,
-            "fingerprint": Fingerprint(**data["fingerprint"]),
+            "versions": data["versions"],
             **{name: data[name] for name in ("lam", "mu", "gap", "budget")},
         }
     except CastwiseError:
@@ -226,4 +225,5 @@ def _floats(values: list[float | None]) -> Floats:
 
 
 def _range(record: Mapping[str, Any]) -> RangeRecord:
-    return RangeRecord(**{key: math.inf if value is None else value for key, value in record.items()})
+    largest = record["largest"]
+    return RangeRecord(**{**record, "largest": math.inf if largest is None else largest})

@@ -160,9 +160,7 @@ def summarise(plan: Plan) -> Summary:
     problem = plan.problem
     graph, costs, risks = problem.graph, problem.costs, problem.risks
     index = graph.index
-    floats = np.zeros(index.ops, bool)
-    for pairs in (index.reads, index.writes):
-        floats[pairs.op[index.floating[pairs.tensor]]] = True
+    floats = index.touching(index.floating)
     low = int((plan.labels & floats).sum())
     step = [cast for cast in plan.casts if not cast.kept]
     kept = [cast for cast in plan.casts if cast.kept]

@@ -105,7 +105,10 @@ class Op:
     accumulates: int = 0
     """Terms summed into each output element in the op's own format; 0 where it sums none, or sums in fp32 inside."""
     fused: bool = False
-    """Runs inside a generated kernel together with its neighbours: a cast of what it reads or writes is free."""
+    """Runs inside a generated kernel together with its neighbours: a cast of what it reads or writes is free.
+
+    Rounding counts all the same. Where such a kernel keeps values wider inside, their sensitivity is 0.
+    """
     pin: str = ""
     """Why the front end wants it in fp32 whatever it costs; empty where it does not."""
 

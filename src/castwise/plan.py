@@ -81,7 +81,8 @@ class Plan:
     """How far from the best plan this one can be, at most, in seconds of energy; within a budget, of cost."""
     budget: float | None
     """The noise that was allowed, where a budget was given rather than a price."""
-    fingerprint: Fingerprint
+    versions: Mapping[str, str]
+    """Of Castwise, and of the libraries whose kernels the costs are for."""
 
     # ---- what was decided ----
 
@@ -186,6 +187,11 @@ class Plan:
         point = _best(problem, None if self.budget is not None else self.lam, self.mu, self.budget)
         return replace(self, problem=problem, labels=point.labels, lam=point.lam, gap=point.gap)
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the plan was made for: the model's structure, the device, the versions."""
+        return Fingerprint.of(self.problem.graph, self.problem.costs, self.versions)
+
     def check(self, here: Fingerprint) -> list[str]:
         """What differs between where the plan was made and ``here``, in words; empty where nothing does."""
         return self.fingerprint.differences(here)
@@ -238,10 +244,12 @@ def solve(
     problem = Problem.of(graph, costs, risks, policy)
     if lam is not None and budget is not None:
         raise PlanError("Both lam and budget are given. Give a price of noise or an amount of it, not both.")
-    if lam is None and budget is None:
-        budget = _preset_noise(problem, policy)
     price = _price_of_bytes(problem, mu, favour)
-    return _plan(problem, _best(problem, lam, price, budget), price, budget, versions)
+    preset = None
+    if lam is None and budget is None:
+        preset = preset_labels(problem.graph, problem.fmt, policy, problem.pins)
+        budget = problem.score(preset).noise
+    return _plan(problem, _best(problem, lam, price, budget, preset), price, budget, versions)
 
 
 def pareto(
@@ -259,6 +267,8 @@ def pareto(
 
     Each is optimal at its price of noise ``lam``: no plan is both faster and more exact. Errors as for :func:`solve`.
     """
+    if points < 2:
+        raise PlanError(f"A front of {points} points makes no sense. Ask for 2 or more, or call solve for one plan.")
     problem = Problem.of(graph, costs, risks, policy)
     price = _price_of_bytes(problem, mu, favour)
     return [_plan(problem, point, price, None, versions) for point in front(problem, points, price)]
@@ -300,7 +310,9 @@ def solve_formats(
     if not problems:
         raise PlanError("No format to plan in. Give costs and risks for bf16, fp16 or both.")
     if lam is None and budget is None:
-        budget = max(_preset_noise(problem, formatted) for problem, formatted in problems.values())
+        presets = (preset_labels(graph, problem.fmt, ruled, problem.pins) for problem, ruled in problems.values())
+        noises = (problem.score(labels).noise for (problem, _), labels in zip(problems.values(), presets, strict=True))
+        budget = max(noises)
     plans: dict[str, Plan] = {}
     rejected: dict[str, str] = {}
     for name, (problem, _) in problems.items():
@@ -319,22 +331,19 @@ def solve_formats(
     return FormatChoice(next(iter(ranked.values())), ranked, rejected)
 
 
-def _best(problem: Problem, lam: float | None, mu: float, budget: float | None) -> Point:
+def _best(problem: Problem, lam: float | None, mu: float, budget: float | None, known: Bools | None = None) -> Point:
     if budget is not None:
-        return within_budget(problem, budget, mu)
+        return within_budget(problem, budget, mu, known)
     if lam is None or not lam >= 0:
         raise PlanError(f"A price of noise of {lam!r} makes no sense. Give seconds per unit of noise, 0 or more.")
     return at_price(problem, lam, mu)
 
 
 def _plan(problem: Problem, point: Point, mu: float, budget: float | None, versions: Mapping[str, str] | None) -> Plan:
-    fingerprint = Fingerprint.of(problem.graph, problem.costs, versions or {})
-    return Plan(problem, point.labels, point.lam, mu, point.gap, budget, fingerprint)
+    from castwise import __version__  # at the package's top, which is imported after this module
 
-
-def _preset_noise(problem: Problem, policy: Policy) -> float:
-    labels = preset_labels(problem.graph, problem.fmt, policy, problem.pins)
-    return problem.score(labels).noise
+    named = {"castwise": __version__, **(versions or {})}
+    return Plan(problem, point.labels, point.lam, mu, point.gap, budget, named)
 
 
 def _price_of_bytes(problem: Problem, mu: float | None, favour: Favour) -> float:

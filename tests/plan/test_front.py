@@ -86,6 +86,8 @@ def lower_hull(noise: np.ndarray, cost: np.ndarray) -> list[tuple[float, float]]
         while hull and c >= hull[-1][1] - ROUNDING * max(1.0, abs(c)):  # noisier and no cheaper
             break
         else:
+            if hull and n - hull[-1][0] <= ROUNDING * max(1.0, n):  # the same noise, and cheaper
+                hull.pop()
             while len(hull) >= 2 and not convex(hull[-2], hull[-1], (n, c)):
                 hull.pop()
             hull.append((n, c))
