@@ -284,8 +284,8 @@ class _Work:
             self.pins[node] = "ONNX Runtime has no 16-bit kernel for it on the CPU, and none in fp32 to fall back on"
         else:
             raise ConversionError(
-                f"{self.source.name}: after {_MOST_LOADS} attempts the result is still refused: {self.pins}. Keep these in "
-                "fp32 with rules of the policy."
+                f"{self.source.name}: after {_MOST_LOADS} attempts the result is still refused: "
+                f"{self.pins}. Keep these in fp32 with rules of the policy."
             )
         return captured, search, plan, applied
 

@@ -195,7 +195,7 @@ class Evaluator:
     def first_not_finite(self, captured: Captured, labels: Mapping[str, bool], usual: Mapping[str, float]) -> list[str]:
         """Nodes whose results are not finite under a plan though all they read is, and though they are in fp32."""
         applied = apply(captured, self.skeleton, labels)
-        model = emulated(infer(applied.model))
+        model = infer(emulated(infer(applied.model)))
         tree = build_tree(model, dict.fromkeys(self._fed_to(applied, captured.fmt), (1, ())))
         for node in tree.nodes():
             node.proto.name = node.id

@@ -131,7 +131,9 @@ class Search:
             if math.isfinite(self.outcome.error):
                 return plan
             guilty = self.evaluator.first_not_finite(self.captured, self.labels(plan), self.usual)
-            guilty = [op for op in self._ops_of(guilty) if op not in self.pins and self.labels(plan).get(op)]
+            asked = {plan.problem.graph.ops[i].id for i, pin in plan.problem.pins.items() if pin.low}
+            guilty = [op for op in self._ops_of(guilty) if op not in self.pins | dict.fromkeys(asked)]
+            guilty = [op for op in guilty if self.labels(plan).get(op)]
             if not guilty:
                 break
             why = f"its result is not finite in {self.captured.fmt} although all it reads is"
