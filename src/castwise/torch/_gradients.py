@@ -40,6 +40,8 @@ def values_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         elif gradient.layout is not torch.strided:
             gradient = gradient.values()
         if gradient.is_complex():
+            if gradient.is_conj():  # conjugated lazily: its memory holds other numbers
+                gradient = p.grad = gradient.resolve_conj()
             gradient = torch.view_as_real(gradient)
         if gradient.numel():
             found.append(_local(gradient))
@@ -58,12 +60,17 @@ def _grouped(values: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.d
     return groups
 
 
-def norm(values: list[torch.Tensor]) -> torch.Tensor:
-    """The Euclidean norm of all gradients together, a float32 (or float64) scalar on the first one's device."""
+def norm(values: list[torch.Tensor], wide: torch.dtype | None = None) -> torch.Tensor:
+    """The Euclidean norm of all gradients together, a scalar on the first one's device.
+
+    In float32 (float64 if any gradient is) the sum of squares can overflow although every value is finite; computed
+    in `wide` = float64, the norm of float32 values is finite exactly where all of them are.
+    """
     if not values:
         return torch.zeros(())
     groups = _grouped(values)
-    wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
+    if wide is None:
+        wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
     norms = [n for group in groups.values() for n in torch._foreach_norm(group, 2, dtype=wide)]
     together: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(values[0].device) for n in norms]))
     return together

@@ -1,7 +1,8 @@
 """Layer rules: parts of a model that run under decisions of their own.
 
 A module under a rule enters a region of its own in a forward pre-hook and leaves it in a forward hook, which torch
-calls after exceptions too. Only modules where the decisions change get hooks.
+calls after exceptions too. Only modules where the decisions change get hooks. The hooks travel with copies of the
+model (averages of weights) and with pickles of it; outside of regions of their policy they do nothing.
 """
 
 from __future__ import annotations
@@ -14,26 +15,34 @@ from torch import nn
 from castwise.policy import Policy
 
 from ._region import Region, current_region
-from ._rules import Rules, rules_for
+from ._rules import rules_for
 
 
 class LayerHooks:
     """The hooks of one policy on one model, as long as the policy is in force."""
 
     def __init__(self, model: nn.Module, policy: Policy, device_type: str) -> None:
-        paths = dict(model.named_modules())
-        covered = policy.match_layers(paths)
-        covering = {path: tuple(i for i, found in enumerate(covered) if path in set(found)) for path in paths}
+        modules = dict(model.named_modules(remove_duplicate=False))
+        rules_at: dict[str, set[int]] = {path: set() for path in modules}
+        for number, covered in enumerate(policy.match_layers(modules)):
+            for path in covered:
+                rules_at[path].add(number)
+        # A module that is used in several places has several paths; that with the most rules speaks for it.
+        path_of: dict[nn.Module, str] = {}
+        for path, module in modules.items():
+            if module not in path_of or len(rules_at[path]) > len(rules_at[path_of[module]]):
+                path_of[module] = path
         self._handles: list[Any] = []
-        representative: dict[tuple[int, ...], str] = {}
-        for path, module in paths.items():
-            parent = covering[path.rpartition(".")[0]] if path else ()
-            if covering[path] == parent and path:
+        representative: dict[frozenset[int], str] = {}
+        hooked: set[nn.Module] = set()
+        for path, module in modules.items():
+            covering = frozenset(rules_at[path_of[module]])
+            parent = rules_at[path_of[modules[path.rpartition(".")[0]]]] if path else set()
+            if covering == parent or not covering or module in hooked:
                 continue
-            if not covering[path]:
-                continue
-            layer = representative.setdefault(covering[path], path)
-            hook = _LayerHook(rules_for(policy, device_type, layer), policy)
+            hooked.add(module)
+            layer = representative.setdefault(covering, path_of[module])
+            hook = _LayerHook(policy, device_type, layer)
             self._handles.append(module.register_forward_pre_hook(hook.enter, prepend=True))
             self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
 
@@ -45,16 +54,21 @@ class LayerHooks:
 
 
 class _LayerHook:
-    def __init__(self, rules: Rules, policy: Policy) -> None:
-        self.rules = rules
+    def __init__(self, policy: Policy, device_type: str, layer: str) -> None:
         self.policy = policy
+        self.device_type = device_type
+        self.layer = layer
+        self.rules = rules_for(policy, device_type, layer)
         self._local = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerHook:
         return self  # a copied model (an average of weights, say) follows the same rules
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LayerHook, (self.policy, self.device_type, self.layer)
+
     def enter(self, module: nn.Module, args: Any) -> None:
-        outer = current_region(self.rules.device_type)
+        outer = current_region(self.device_type)
         region = None
         if outer is not None and outer.enabled and outer.rules.policy == self.policy:
             region = Region(self.rules, outer.cache, log=outer.log)

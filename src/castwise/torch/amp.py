@@ -9,12 +9,18 @@
 A step scales the loss and runs backward; at every `accumulate`-th call it unscales, checks that all gradients are
 finite, clips, steps the optimizer or skips, steps the scheduler only after a real step, updates the scale and clears
 gradients.
+
+A healthy step reads the gradients once for their norm, which also tells whether they are finite, and a fused optimizer
+unscales and clips as it reads them. On a device that runs ahead of the host, such a step waits for nothing (unless a
+scheduler has to know whether it was real): see `_scale`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -23,54 +29,48 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise.errors import NonFiniteError, PolicyError, ScaleStalledError
+from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
 from castwise.policy import WEIGHTS, Policy
-from castwise.scaling import Outcome, ScaleState, initial_state, stalled_message, transition
+from castwise.scaling import ScaleState, initial_state, stalled_message, transition
 
+from . import _scale
 from ._casts import CastCache
-from ._gradients import all_finite, multiply, norm, parameters_of, values_of
+from ._gradients import multiply, norm, parameters_of, values_of
 from ._layers import LayerHooks
 from ._region import Region
 from ._rules import rules_for
-from .devices import resolve
+from ._scale import DeviceScale, StepResult
+from .devices import resolve, tf32
 from .weights import WideWeights
+
+__all__ = ["Amp", "StepResult"]
 
 log = logging.getLogger("castwise.torch.amp")
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
 
-class StepResult:
-    """What one call of `Amp.step` did. Numbers are fetched from the device when they are read.
+class _Entered(AbstractContextManager["_Entered"]):
+    """A region of an `Amp` as a context of its own, which may be entered again."""
 
-    Attributes:
-        stepped: whether the weights were changed. False while micro-batches accumulate and when the step was skipped.
-        grad_norm: Euclidean norm of the true (unscaled, unclipped) gradients; NaN while accumulating.
-        loss_scale: the scale this step's loss was multiplied by.
-        reason: why the step was taken, skipped or put off, in words.
-        emulated: whether the policy's format was emulated on this device.
-    """
+    def __init__(self, amp: Amp, log: list[Any] | None) -> None:
+        self._amp = amp
+        self._log = log
+        self._entered: list[ExitStack] = []
 
-    __slots__ = ("_grad_norm", "emulated", "loss_scale", "reason", "stepped")
+    def __enter__(self) -> _Entered:
+        stack = ExitStack()
+        stack.enter_context(tf32(self._amp.device_type, self._amp.policy.tf32))
+        region = self._amp._new_region(self._log)
+        region.enter()
+        stack.callback(region.leave)
+        self._entered.append(stack)
+        return self
 
-    def __init__(
-        self, stepped: bool, grad_norm: torch.Tensor | float, loss_scale: float, reason: str, emulated: bool
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stepped = stepped
-        self._grad_norm = grad_norm
-        self.loss_scale = loss_scale
-        self.reason = reason
-        self.emulated = emulated
-
-    @property
-    def grad_norm(self) -> float:
-        return float(self._grad_norm)
-
-    def __repr__(self) -> str:
-        return (
-            f"StepResult(stepped={self.stepped}, grad_norm={self.grad_norm:.6g}, loss_scale={self.loss_scale:g}, "
-            f"reason={self.reason!r}, emulated={self.emulated})"
-        )
+        self._entered.pop().close()
 
 
 class Amp:
@@ -78,7 +78,8 @@ class Amp:
 
     Args:
         model: the module to train; layer rules of the policy are matched against its module paths.
-        optimizer: any torch optimizer whose `step` needs no closure.
+        optimizer: any torch optimizer whose `step` needs no closure. A fused one saves a pass over the gradients
+            and, on accelerators, the wait for the device.
         policy: a `castwise.Policy`, a preset ("float32", "float16", "bfloat16", "auto", "O0".."O3"), or a policy
             file's path.
         scheduler: a learning-rate scheduler, stepped after each real optimizer step. One that takes a metric is not
@@ -122,31 +123,44 @@ class Amp:
         self._cache = CastCache()
         self._layers = LayerHooks(model, self.policy, self.device_type) if self.policy.layers else None
         self._wide = WideWeights(optimizer, mode)
-        self._parameters = parameters_of([optimizer])
         self._config = replace(self.policy.scaling, enabled=self.policy.uses_scaling)
         self._state = initial_state(self._config)
+        self._on_device = self._keep_scale_on_device()
         self._micro = 0
+        self._begun = False
         self._entered = threading.local()
+
+    def _keep_scale_on_device(self) -> DeviceScale | None:
+        devices = {p.device for p in parameters_of([self.optimizer])}
+        if self.scheduler is not None or not _is_fused(self.optimizer) or len(devices) != 1:
+            return None
+        device = devices.pop()
+        return DeviceScale(self._state, self._config, device) if device.type in _scale.ASYNCHRONOUS else None
 
     # ---- the region ----
 
     def __enter__(self) -> Amp:
-        region = self.region()
-        region.enter()
-        self._regions().append(region)
+        self._regions().append(self.region().__enter__())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._regions().pop().leave()
+        self._regions().pop().__exit__(kind, error, traceback)
 
-    def region(self, log: list[Any] | None = None) -> Region:
-        """A fresh region of this policy, for use apart from `with amp:` (evaluation, logging of ops)."""
+    def region(self, log: list[Any] | None = None) -> _Entered:
+        """A context with this policy's decisions, for use apart from training steps: evaluation, or a log of ops.
+
+        Args:
+            log: a list that receives one `castwise.torch.record.OpEvent` for each op.
+        """
+        return _Entered(self, log)
+
+    def _new_region(self, log: list[Any] | None) -> Region:
         return Region(self._rules, self._cache, log=log)
 
-    def _regions(self) -> list[Region]:
-        entered: list[Region] | None = getattr(self._entered, "regions", None)
+    def _regions(self) -> list[_Entered]:
+        entered: list[_Entered] | None = getattr(self._entered, "regions", None)
         if entered is None:
             entered = self._entered.regions = []
         return entered
@@ -157,10 +171,36 @@ class Amp:
 
     # ---- the step ----
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Scale the loss (and divide it by `accumulate`) and run backward."""
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Scale the loss (and divide it by `accumulate`) and run backward; several losses of one micro-batch add up.
+
+        Gradients that are there before the first backward of an accumulation were left by something else, another
+        model's loss for example, and are cleared. If backward raises, the accumulation starts anew.
+        """
+        if not self._begun:
+            self._begin()
+        try:
+            with tf32(self.device_type, self.policy.tf32):
+                self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if self._micro:
+                log.warning("backward raised: the %d micro-batches accumulated before it are dropped", self._micro)
+            self._forget_gradients()
+            raise
+
+    def _begin(self) -> None:
+        self._wide.adopt()
+        if self._clear():
+            log.debug("gradients that were there before the first backward of a step are cleared")
+        self._begun = True
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._on_device is not None:
+            if self._config.enabled:
+                loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * self._on_device.factor
+            return loss if self.accumulate == 1 else loss / self.accumulate
         factor = self._state.scale / self.accumulate
-        (loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor).backward()  # type: ignore[no-untyped-call]
+        return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
     def step(self, loss: torch.Tensor | None = None, clip_norm: float | None = None) -> StepResult:
         """Finish one micro-batch; at every `accumulate`-th call, step or skip.
@@ -171,70 +211,149 @@ class Amp:
 
         Raises:
             ScaleStalledError, NonFiniteError: too many steps in a row were skipped; the message says what to do.
+            PolicyError: `clip_norm` is not a positive number.
+            CastwiseError: neither this call nor `backward` was given a loss.
         """
+        if clip_norm is not None and not clip_norm > 0.0:
+            raise PolicyError(f"clip_norm: {clip_norm!r} must be a positive number, or None to leave gradients alone")
         if loss is not None:
             self.backward(loss)
+        elif not self._begun:
+            raise CastwiseError("Amp.step: there is no loss. Give it one, or call amp.backward(loss) before it.")
         self._micro += 1
         if self._micro < self.accumulate:
             reason = f"accumulating: micro-batch {self._micro} of {self.accumulate}"
-            return StepResult(False, float("nan"), self._state.scale, reason, self._rules.emulated)
-        self._micro = 0
-        return self._finish(clip_norm)
+            scale = float("nan") if self._on_device is not None else self._state.scale
+            return StepResult(False, float("nan"), scale, reason, self.emulated)
+        values = values_of(parameters_of([self.optimizer]))
+        try:
+            if not values:
+                log.warning("no parameter of the optimizer has a gradient: nothing was stepped")
+                return StepResult(False, 0.0, self.loss_scale, "no parameter has a gradient", self.emulated)
+            return self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
+        finally:
+            self._forget_gradients()
 
-    def _finish(self, clip_norm: float | None) -> StepResult:
-        values = values_of(self._parameters)
+    def _finish(self, values: list[torch.Tensor], clip_norm: float | None) -> StepResult:
+        """Step or skip, as the host decides."""
         scale = self._state.scale
         scaled_norm = norm(values)
-        finite = bool(scaled_norm.isfinite())
-        if not finite:  # the sum of squares may have overflowed although every value is finite
-            finite = bool(all_finite(values))
-        grad_norm = scaled_norm / scale
+        size = float(scaled_norm)
+        if not math.isfinite(size):  # the sum of squares may have overflowed although every value is finite
+            scaled_norm = norm(values, torch.float64)
+            size = float(scaled_norm)
+        finite = math.isfinite(size)
         if finite:
-            factor = 1.0 / scale
+            divisor = scale
             if clip_norm is not None:
-                factor *= min(1.0, clip_norm / (float(grad_norm) + _CLIP_EPS))
-            if factor != 1.0:
-                multiply(values, factor)
-            self._step_optimizer()
-        outcome = self._advance(finite)
-        self.optimizer.zero_grad(set_to_none=True)
-        result = StepResult(outcome.stepped, grad_norm, scale, outcome.reason, self._rules.emulated)
+                divisor /= min(1.0, clip_norm / (size / scale + _CLIP_EPS))
+            self._step_optimizer(values, divisor)
+        before, (self._state, outcome) = self._state, transition(self._state, finite, self._config)
+        self._tell(before, self._state, outcome.reason)
         if outcome.stalled:
-            error = ScaleStalledError if self._config.enabled else NonFiniteError
-            raise error(stalled_message(self._state, self._config))
-        return result
+            raise self._stalled()
+        return StepResult(outcome.stepped, scaled_norm / scale, scale, outcome.reason, self.emulated)
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, values: list[torch.Tensor], divisor: float) -> None:
         self._wide.before_step()
-        self.optimizer.step()
+        devices = {v.device for v in values}
+        if divisor != 1.0 and _is_fused(self.optimizer) and len(devices) == 1:
+            device = devices.pop()
+            whole = torch.full((), divisor, dtype=torch.float32, device=device)
+            self._step_fused(whole, torch.zeros((), dtype=torch.float32, device=device))
+        else:
+            if divisor != 1.0:
+                multiply(values, 1.0 / divisor)
+            self.optimizer.step()
+            self._written()
         self._wide.after_step()
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _advance(self, finite: bool) -> Outcome:
-        self._state, outcome = transition(self._state, finite, self._config)
-        if not outcome.stepped:
-            log.info("step %d: %s", self._state.steps, outcome.reason)
-            floor = self.policy.guard.warn_scale_below
-            if self._config.enabled and self.policy.guard.enabled and self._state.scale < floor:
-                log.warning(
-                    "the loss scale has fallen to %g (below %g): gradients overflow again and again",
-                    self._state.scale,
-                    floor,
-                )
-        return outcome
+    def _step_fused(self, divisor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
+        """torch's contract with fused optimizers: they divide gradients by `grad_scale` and skip where `found_inf`."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            self._written()
+
+    def _written(self) -> None:
+        """Fused optimizers write parameters without telling PyTorch's version counter, which kept casts rely on."""
+        if _is_fused(self.optimizer):
+            torch.autograd.graph.increment_version(parameters_of([self.optimizer]))
+
+    def _finish_ahead(self, values: list[torch.Tensor], clip_norm: float | None) -> StepResult:
+        """Step or skip, as the device decides. A norm beyond float32's range counts as not finite here."""
+        ahead = self._on_device
+        assert ahead is not None
+        self._hear(ahead.news())
+        scaled_norm = norm(values)
+        finite = scaled_norm.isfinite()
+        grad_norm = scaled_norm / ahead.factor if self._config.enabled else scaled_norm
+        divisor = ahead.factor if self._config.enabled else None
+        if clip_norm is not None:
+            excess = ((grad_norm + _CLIP_EPS) / clip_norm).clamp_min(1.0).to(torch.float32)
+            divisor = excess if divisor is None else divisor * excess
+        self._wide.before_step()
+        self._step_fused(divisor, finite.logical_not().to(torch.float32))
+        self._wide.after_step()
+        return StepResult.later(ahead.advance(finite), grad_norm, self.emulated)
+
+    def _hear(self, news: tuple[ScaleState, bool] | None) -> None:
+        """Take in what the device has reported since."""
+        if news is None:
+            return
+        before, (self._state, stalled) = self._state, news
+        skipped = self._state.skipped - before.skipped
+        self._tell(before, self._state, f"{skipped} steps since step {before.steps} were skipped: gradients not finite")
+        if stalled:
+            raise self._stalled()
+
+    def _tell(self, before: ScaleState, after: ScaleState, reason: str) -> None:
+        if after.skipped == before.skipped:
+            return
+        log.info("step %d: %s", after.steps, reason)
+        floor = self.policy.guard.warn_scale_below
+        if self._config.enabled and self.policy.guard.enabled and after.scale < min(floor, before.scale):
+            log.warning(
+                "the loss scale has fallen to %g (below %g): gradients overflow again and again", after.scale, floor
+            )
+
+    def _stalled(self) -> CastwiseError:
+        kind = ScaleStalledError if self._config.enabled else NonFiniteError
+        return kind(stalled_message(self._state, self._config))
+
+    def _forget_gradients(self) -> None:
+        self._clear()
+        self._micro, self._begun = 0, False
+
+    def _clear(self) -> bool:
+        """Set all gradients to None; whether there were any."""
+        found = False
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad, found = None, True
+        return self._wide.clear() or found
 
     # ---- what it is ----
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss will be multiplied by (1.0 without scaling)."""
-        return self._state.scale
+        """What the next loss will be multiplied by (1.0 without scaling). Fetched from the device where it lives."""
+        return self.scale_state.scale
 
     @property
     def scale_state(self) -> ScaleState:
-        """The state of the loss-scale machine: scale, counters."""
-        return self._state
+        """The state of the loss-scale machine: scale, counters. Fetched from the device where it lives there."""
+        if self._on_device is None:
+            return self._state
+        fetched = self._on_device.news(wait=True)
+        assert fetched is not None
+        return fetched[0]
 
     @property
     def emulated(self) -> bool:
@@ -242,37 +361,64 @@ class Amp:
         return self._rules.emulated
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale, counters, position among micro-batches, and what is kept beside 16-bit weights."""
+        """Loss scale, counters, what is kept beside 16-bit weights and, between micro-batches, the gradients so far."""
+        gradients = [p.grad for p in parameters_of([self.optimizer])] if self._begun else []
         return {
             "version": 1,
             "policy": self.policy.to_toml(),
-            "scaling": self._state.to_dict(),
+            "scaling": self.scale_state.to_dict(),
             "micro_step": self._micro,
+            "gradients": [None if g is None else g.detach().clone() for g in gradients],
             "weights": self._wide.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a state of torch.amp.GradScaler (its scale and good-step count).
 
+        Load the model's and the optimizer's states first. A GradScaler's scale is kept within the policy's limits.
+
         Raises:
-            PolicyError: the state belongs to another mode, model or version.
+            PolicyError: the state belongs to another mode, model, number of micro-batches or version.
         """
         if "scale" in state and "_growth_tracker" in state:
             bounded = min(max(float(state["scale"]), self._config.min_scale), self._config.max_scale)
-            self._state = replace(
+            scaling = replace(
                 initial_state(self._config),
                 scale=bounded if self._config.enabled else 1.0,
                 good_steps=int(state["_growth_tracker"]),
             )
-            return
-        if state.get("version") != 1:
-            raise PolicyError(
-                f"Amp.load_state_dict: version {state.get('version')!r} is not known; it was saved by a newer Castwise"
-            )
-        scaling = ScaleState.from_dict(state["scaling"])
-        self._wide.load_state_dict(state["weights"])
-        self._state, self._micro = scaling, int(state["micro_step"])
+            micro, gradients = 0, []
+            self._wide.reload()
+        else:
+            if state.get("version") != 1:
+                raise PolicyError(
+                    f"Amp.load_state_dict: version {state.get('version')!r} is not known. Give a state of "
+                    "Amp.state_dict() or torch.amp.GradScaler.state_dict(), or update Castwise if a newer one saved it."
+                )
+            scaling = ScaleState.from_dict(state["scaling"])
+            micro, gradients = int(state["micro_step"]), state["gradients"]
+            self._check_gradients(micro, gradients)
+            self._wide.load_state_dict(state["weights"])
+        self._forget_gradients()
+        for p, gradient in zip(parameters_of([self.optimizer]), gradients, strict=False):
+            p.grad = None if gradient is None else gradient.to(p.device, copy=True)
+        self._state, self._micro, self._begun = scaling, micro, bool(gradients)
+        if self._on_device is not None:
+            self._on_device.set(scaling)
         self._cache.refresh()
+
+    def _check_gradients(self, micro: int, gradients: list[torch.Tensor | None]) -> None:
+        if micro and micro >= self.accumulate:
+            raise PolicyError(
+                f"Amp.load_state_dict: {micro} micro-batches were accumulated when it was saved, and accumulate is "
+                f"{self.accumulate} here. Give Amp the same accumulate."
+            )
+        shapes = [p.shape for p in parameters_of([self.optimizer])]
+        if gradients and (
+            len(shapes) != len(gradients)
+            or any(g is not None and g.shape != shape for g, shape in zip(gradients, shapes, strict=True))
+        ):
+            raise PolicyError("Amp.load_state_dict: the saved gradients belong to a model with other parameters.")
 
     def close(self) -> None:
         """Take the layer hooks off the model."""
@@ -284,3 +430,9 @@ def _device_type(model: nn.Module, optimizer: Optimizer) -> str:
     for p in (*model.parameters(), *parameters_of([optimizer])):
         return p.device.type
     return "cpu"
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes `grad_scale` and `found_inf`, and so unscales and skips inside its own kernels."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused", True) for group in optimizer.param_groups)

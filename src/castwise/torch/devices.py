@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -23,3 +26,53 @@ def device_of(device_type: str) -> Device | None:
 def resolve(policy: Policy, device_type: str) -> Policy:
     """The policy with this device's overrides, and with "auto" turned into the format that it computes natively."""
     return policy.resolve(device_of(device_type))
+
+
+@contextlib.contextmanager
+def tf32(device_type: str, allowed: bool) -> Iterator[None]:
+    """Inside, float32 products on CUDA devices may (or may not) round their inputs to TF32; afterwards it is
+    as before.
+
+    torch keeps this setting for the whole process, so other threads see it while it is changed. Elsewhere than on CUDA
+    devices there is nothing to set.
+    """
+    if device_type != "cuda":
+        yield
+        return
+    restore = _set_tf32(allowed)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _set_tf32(allowed: bool) -> Callable[[], None]:
+    cudnn = torch.backends.cudnn
+    try:
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # the program uses torch's newer settings, beside which the older ones cannot be read
+        return _set_precisions("tf32" if allowed else "ieee")
+    if (before[0] != "highest") != allowed:
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+    cudnn.allow_tf32 = allowed
+
+    def restore() -> None:
+        if torch.get_float32_matmul_precision() != before[0]:
+            torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32 = before[1]
+
+    return restore
+
+
+def _set_precisions(precision: str) -> Callable[[], None]:
+    cudnn: Any = torch.backends.cudnn
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = precision
+
+    def restore() -> None:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
+
+    return restore

@@ -42,11 +42,35 @@ class WideWeights:
         self.pairs: list[tuple[torch.Tensor, Parameter]] = []
         self._rest: list[torch.Tensor | None] = []
         self._handles: list[Any] = []
-        for group in optimizer.param_groups:
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Take over the optimizer's 16-bit parameters, those too that were added or unfrozen since the last call."""
+        for group in self.optimizer.param_groups:
+            if not any(p.dtype in _LOW and p.requires_grad for p in group["params"]):
+                continue
             group["params"] = [self._widened(p) for p in group["params"]]
+        state = self.optimizer.state
         for p, wide in self.pairs:
-            if p in optimizer.state:
-                optimizer.state[wide] = _widened_state(optimizer.state.pop(p))
+            if p in state:
+                state[wide] = _widened_state(state.pop(p))
+
+    def clear(self) -> bool:
+        """Set gradients left on the 16-bit parameters to None; whether there were any."""
+        found = False
+        for p, _ in self.pairs:
+            if p.grad is not None:
+                p.grad, found = None, True
+        return found
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Start from the model's 16-bit values, for a checkpoint that knows nothing of what is kept beside them."""
+        for (p, wide), rest in zip(self.pairs, self._rest, strict=True):
+            if self.mode == "master":
+                wide.copy_(p)
+            elif rest is not None:
+                rest.zero_()
 
     def _widened(self, p: torch.Tensor) -> torch.Tensor:
         if p.dtype not in _LOW or not p.requires_grad:
@@ -150,9 +174,7 @@ def _split(wide: torch.Tensor, p: torch.Tensor, rest: torch.Tensor) -> None:
     top = p.detach().contiguous().view(torch.int16).to(torch.int32) << 16
     # Rounding to nearest moves a value by at most half of 2**16 units; exactly half, upwards, does not fit an int16.
     offset = wide.contiguous().view(torch.int32) - top
-    if bool((offset == 1 << 15).any()):
-        offset = offset.clamp(max=(1 << 15) - 1)
-    rest.copy_(offset.to(torch.int16))
+    rest.copy_(offset.clamp_(max=(1 << 15) - 1).to(torch.int16))
 
 
 def round_stochastic(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
