@@ -155,13 +155,14 @@ def _autocast_depth() -> int:
 # ---- activation checkpointing --------------------------------------------------------------------------------------
 
 
-def _inside(regions: list[Region], function: Function) -> Function:
-    """`function`, run inside regions equal to `regions`."""
+def _inside(regions: list[Region], function: Function, contexts: int = 0) -> Function:
+    """`function`, run inside regions equal to `regions`; it enters `contexts` autocast contexts of torch's by itself."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         entered = [region.again() for region in regions]
         for region in entered:
             region.enter()
+            region._depth += contexts
         try:
             return function(*args, **kwargs)
         finally:
@@ -170,6 +171,10 @@ def _inside(regions: list[Region], function: Function) -> Function:
 
     run.castwise_regions = regions  # type: ignore[attr-defined]
     return run
+
+
+# torch re-enters the autocast state of the checkpointed device and of the CPU around what it recomputes.
+_RECOMPUTE_CONTEXTS = 2
 
 
 def _recompute_inside(pack_hook: Function) -> None:
@@ -183,7 +188,7 @@ def _recompute_inside(pack_hook: Function) -> None:
         recompute = getattr(frame, "recompute_fn", None)
         if recompute is not None and not hasattr(recompute, "castwise_regions"):
             before = [r for r in _ACTIVE.get() if r.hooks_at_entry is not pack_hook]
-            frame.recompute_fn = _inside(before, recompute)
+            frame.recompute_fn = _inside(before, recompute, _RECOMPUTE_CONTEXTS)
 
 
 _REENTRANT_CODE = torch.utils.checkpoint.CheckpointFunction.forward.__code__
