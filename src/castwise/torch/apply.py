@@ -1,0 +1,274 @@
+"""A plan put to work: a module that computes each op in its planned format and is the user's model in all else.
+
+The applied module shares the model's parameters, buffers and submodules, not copies of them: training one trains the
+other, and state dicts have the same keys. The model itself is left as it is.
+
+Graphs are captured when they are first needed: one for training mode and one for evaluation mode, and another where
+inputs come in shapes or structures that the graphs so far do not cover.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from castwise.plan import Plan
+
+from ._rewrite import emulated_call, rewrite
+from .capture import Captured, capture, flat_inputs
+
+__all__ = ["Applied", "apply"]
+
+log = logging.getLogger("castwise.torch.apply")
+
+_MOST_GRAPHS = 16
+"""Graphs of one model that are kept; more mean that some input is different at each call."""
+
+Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+def apply(model: nn.Module, plan: Plan, *, emulate: bool | None = None) -> Applied:
+    """The model computing in the plan's formats, as a new module that shares its parameters.
+
+    Args:
+        model: the planned model, or one of the same structure. It is not changed.
+        plan: from `castwise.torch.plan`, or loaded from a file. What is different here from where it was made is
+            logged.
+        emulate: emulate products in the 16-bit format (True) or not (False); by default where this machine has no
+            arithmetic for it.
+
+    Raises:
+        CaptureError: at a call, where the model's control flow depends on data.
+    """
+    return Applied(model, plan, emulate=emulate)
+
+
+@dataclass
+class _Graph:
+    """One captured graph with the plan's formats, and what it was captured for."""
+
+    key: tuple[Any, ...]
+    module: fx.GraphModule
+    run: Callable[..., Any]
+    formats: Mapping[str, str]
+
+
+class Applied(nn.Module):
+    """See `apply`. Attributes that are not the module's own are the model's."""
+
+    def __init__(self, model: nn.Module, plan: Plan, *, emulate: bool | None = None, wrap: Wrap | None = None) -> None:
+        super().__init__()
+        # The same dictionaries: what is registered in, moved in or loaded into either is so in both.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, name, getattr(model, name))
+        for name in ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+            object.__setattr__(self, name, getattr(model, name))
+        object.__setattr__(self, "castwise_model", model)
+        self.training = model.training
+        self.castwise_plan = plan
+        self._emulate = emulate
+        self._wrap = wrap
+        self._graphs: list[_Graph] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["castwise_model"], name)
+
+    def train(self, mode: bool = True) -> Applied:
+        """Set training or evaluation mode, of this module and of the model."""
+        self.castwise_model.train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self.graph_for(args, kwargs)
+        _share_state(graph.module, self.castwise_model)
+        return graph.run(*args, **kwargs)
+
+    def graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph:
+        """The graph that covers a call, captured now if there is none yet."""
+        if self.castwise_model.training != self.training:
+            self.training = self.castwise_model.training
+        flat, tree = torch.utils._pytree.tree_flatten((args, kwargs))
+        key = (self.training, tree, tuple(_kind(x) for x in flat))
+        for graph in self._graphs:
+            if graph.key == key and _covers(graph.module, flat):
+                return graph
+        return self._add((args, kwargs), key)
+
+    def _add(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
+        if len(self._graphs) == _MOST_GRAPHS:
+            log.warning(
+                "%s was captured %d times and its inputs differ again: the oldest graph is dropped. Pad inputs to a "
+                "few shapes if this recurs.",
+                type(self.castwise_model).__name__,
+                _MOST_GRAPHS,
+            )
+            self._graphs.pop(0)
+        captured = capture_call(self.castwise_model, *call, training=self.castwise_plan.problem.graph.training)
+        formats = formats_for(captured, self.castwise_plan)
+        device_type = next((t.device.type for t in _tensors(self.castwise_model, call)), "cpu")
+        module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
+        module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
+        module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
+        graph = _Graph(key, module, module if self._wrap is None else self._wrap(module), formats)
+        self._graphs.append(graph)
+        return graph
+
+    # ---- what ran ----
+
+    def formats_run(self, *args: Any, **kwargs: Any) -> dict[str, str]:
+        """Run the module once and return, per op id, the format that was seen at dispatch to compute it."""
+        graph = self.graph_for(args, kwargs)
+        _share_state(graph.module, self.castwise_model)
+        recorder = _Recorder(graph.module, self.castwise_plan.fmt)
+        recorder.run(*flat_inputs(args, kwargs))
+        return recorder.formats
+
+    def formats(self, *args: Any, **kwargs: Any) -> Mapping[str, str]:
+        """Per op id, the format decided for the graph that covers such a call."""
+        return self.graph_for(args, kwargs).formats
+
+
+def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Captured:
+    """Capture the model's own forward, also where an `Amp` has put an applied one in its place."""
+    planned = model.__dict__.pop("forward", None)
+    try:
+        if args and kwargs:
+            example: Any = (args, kwargs)
+            return capture(model, example, training=training, separate=True)
+        return capture(model, kwargs or args, training=training)
+    finally:
+        if planned is not None:
+            model.__dict__["forward"] = planned
+
+
+def formats_for(captured: Captured, plan: Plan) -> Mapping[str, str]:
+    """The plan's format for each op of a graph.
+
+    Ops are known by id where the graph is the planned one. In the model's other mode, ids shift where dropout comes or
+    goes; an op is then known by its layer, its name, and its place among such ops. One that the plan never saw
+    follows its inputs where the catalogue finds it safe, and is fp32 otherwise.
+    """
+    theirs, mine = plan.problem.graph, captured.graph
+    if [(op.id, op.name, op.layer) for op in theirs.ops] == [(op.id, op.name, op.layer) for op in mine.ops]:
+        return plan.formats
+    known = dict(zip(_places(theirs.ops), plan.formats.values(), strict=True))
+    formats = {op.id: known.get(place, "fp32") for op, place in zip(mine.ops, _places(mine.ops), strict=True)}
+    new = [op.id for op, place in zip(mine.ops, _places(mine.ops), strict=True) if place not in known]
+    if new:
+        log.info("%d ops that the plan does not know compute in fp32: %s", len(new), ", ".join(new[:8]))
+    return formats
+
+
+def _places(ops: tuple[Any, ...]) -> list[tuple[str, str, int]]:
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    places = []
+    for op in ops:
+        counts[op.layer, op.name] += 1
+        places.append((op.layer, op.name, counts[op.layer, op.name]))
+    return places
+
+
+# ---- which graph covers which call -----------------------------------------------------------------------------------
+
+
+def _kind(x: Any) -> Any:
+    return (x.dtype, x.device, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+
+def _shapes(module: fx.GraphModule) -> list[tuple[Any, ...] | None]:
+    """Per input its sizes: a number where it may not vary, the name of a size where it may."""
+    found: list[tuple[Any, ...] | None] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            shape = getattr(value, "shape", None)
+            found.append(None if shape is None else tuple(s if isinstance(s, int) else str(s) for s in shape))
+    return found
+
+
+def _covers(module: Any, flat: list[Any]) -> bool:
+    sizes: dict[str, int] = {}
+    for shape, x in zip(module.castwise_shapes, flat, strict=True):
+        if shape is None or not isinstance(x, torch.Tensor):
+            continue
+        for allowed, size in zip(shape, x.shape, strict=True):
+            if (allowed if isinstance(allowed, int) else sizes.setdefault(allowed, size)) != size:
+                return False
+    if module.castwise_guards is not None:
+        try:
+            module.castwise_guards(*flat)
+        except (AssertionError, RuntimeError):
+            return False
+    return True
+
+
+def _tensors(model: nn.Module, call: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from (x for x in flat_inputs(*call) if isinstance(x, torch.Tensor))
+
+
+def _share_state(graph: nn.Module, model: nn.Module) -> None:
+    """Parameters and buffers that the model replaced since the capture (by moving it, say) are replaced here too."""
+    for path, here in [*graph.named_parameters(), *graph.named_buffers()]:
+        owner, _, name = path.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+        except AttributeError:
+            continue
+        now = module._parameters.get(name, module._buffers.get(name))
+        if now is None or now is here:
+            continue
+        mine = graph.get_submodule(owner)
+        (mine._parameters if name in mine._parameters else mine._buffers)[name] = now
+
+
+# ---- what ran --------------------------------------------------------------------------------------------------------
+
+
+class _Dispatched(TorchDispatchMode):
+    """Formats of the tensors that kernels wrote, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.written.append(x.dtype)
+                break
+        return result
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and notes in which format kernels computed each op of the plan."""
+
+    def __init__(self, module: fx.GraphModule, fmt: str) -> None:
+        super().__init__(module)
+        self.fmt = fmt
+        self.formats: dict[str, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        op = n.meta.get("castwise_op")
+        if op is None:
+            return super().run_node(n)
+        with _Dispatched() as seen:
+            result = super().run_node(n)
+        dtypes = {d.itemsize for d in seen.written}
+        if n.target is emulated_call:
+            dtypes = {seen.written[-1].itemsize}
+        if dtypes:
+            self.formats[op] = "fp32" if max(dtypes) > 2 else self.fmt
+        return result
