@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from castwise.catalogue import load_catalogue
 from castwise.formats import parse_format
 from castwise.onnx import _assemble, _targets
 from castwise.onnx._apply import Applied, apply
@@ -27,13 +26,14 @@ from castwise.onnx._constants import bring_masks_within_range, examine
 from castwise.onnx._emulate import emulated
 from castwise.onnx._errors import ConversionError
 from castwise.onnx._evaluate import Evaluator, infer
+from castwise.onnx._explain import copied, is_product, named_in, reason
 from castwise.onnx._normalise import check, normalise, raise_opset
 from castwise.onnx._report import NodeRow, Report
 from castwise.onnx._run import Runner, load_failure
 from castwise.onnx._samples import Feed, Samples, made_up
 from castwise.onnx._scopes import Tree, build_tree
 from castwise.onnx._search import Search, fewest_wide
-from castwise.onnx._source import Source, Weights, read
+from castwise.onnx._source import Source, read
 from castwise.onnx._stamp import digest, is_unchanged, stamp
 from castwise.plan import Plan
 from castwise.policy import Policy
@@ -147,7 +147,7 @@ class _Work:
         raised = raise_opset(reference, "tensor(bfloat16)" if self.fmt == "bf16" else "tensor(float16)", self.notes)
         self.skeleton.CopyFrom(reference if raised is reference else infer(raised))
         self.original = self.source.weights
-        self.weights = _copied(self.source.weights)
+        self.weights = copied(self.source.weights)
         self.overridable = frozenset(self._listed(reference)) if self.source.overridable else frozenset[str]()
         self.tree = self._tree()
         if not any(True for _ in self.tree.nodes()):
@@ -242,7 +242,7 @@ class _Work:
     # ---- planning and writing ----
 
     def _search(self, captured: Captured) -> Search:
-        missing = _targets.lacking(self.target, captured)
+        missing = _targets.lacking(self.target, captured, self.auto)
         costs = _targets.costs(self.target, captured, missing) if self.auto else fewest_wide(captured, missing)
         tolerance = self.tolerance if self.tolerance is not None else TOLERANCES[self.fmt]
         search = Search(captured, costs, self.policy, self.evaluator, tolerance, self.calibrated)
@@ -264,18 +264,18 @@ class _Work:
             try:
                 check(applied.model, f"{self.source.name} (converted)")
             except ConversionError as error:
-                node = _named_in(str(error), plan)
+                node = named_in(str(error), plan)
                 if node is None:
                     raise
                 self.pins[node] = f"ONNX's checker does not accept it in {self.fmt}"
                 continue
-            if self.fmt != "fp16" or self.source.size > _LOADABLE:
+            if self.fmt != "fp16" or self.source.size > min(_LOADABLE, _assemble.LIMIT):
                 break
             failure = self._failure(applied)
             if failure is None:
                 break
             loads = self._original_loads() if loads is None else loads
-            node = _named_in(failure, plan) if loads else None
+            node = named_in(failure, plan) if loads else None
             if node is None:
                 self.notes.append(
                     f"ONNX Runtime does not load {'the result' if loads else 'the model'}: {failure[:300]}"
@@ -357,7 +357,7 @@ class _Work:
         rows = []
         for op, node in captured.nodes.items():
             low = labels[op]
-            rows.append(NodeRow(op, node.op_type, self.fmt if low else "fp32", "" if low else _reason(plan, op)))
+            rows.append(NodeRow(op, node.op_type, self.fmt if low else "fp32", "" if low else reason(plan, op)))
         known = {row.node for row in rows}
         by_id = {node.id: node for node in self.tree.nodes()}
         rows += [
@@ -366,7 +366,7 @@ class _Work:
             if op not in known and op in by_id
         ]
         products = captured.products()
-        closed = [row.node for row in rows if row.node in captured.stays and _is_product(row.op)]
+        closed = [row.node for row in rows if row.node in captured.stays and is_product(row.op)]
         biggest = sorted(search.usual.items(), key=lambda item: -item[1])[:20]
         self.notes += _targets.advice(self.target, captured, sum(labels[op] for op in products))
         return Report(
@@ -390,37 +390,3 @@ class _Work:
             seconds=seconds,
             fingerprint=self._fingerprint(plan),
         )
-
-
-def _is_product(op_type: str) -> bool:
-    entry = load_catalogue().lookup("onnx", op_type)
-    return entry is not None and entry.product
-
-
-def _copied(weights: Weights) -> Weights:
-    copy = Weights()
-    copy._load.update(weights._load)
-    copy.types.update(weights.types)
-    return copy
-
-
-def _named_in(failure: str, plan: Plan) -> str | None:
-    """The op that an error message of ONNX Runtime names, where the plan lowers one of that name."""
-    lowered = [op.id for op, label in zip(plan.problem.graph.ops, plan.labels, strict=True) if label]
-    return next(
-        (op for op in sorted(lowered, key=len, reverse=True) if f"'{op}'" in failure or f"({op})" in failure), None
-    )
-
-
-def _names(message: str, op: str) -> bool:
-    return any(spelling in message for spelling in (f"'{op}'", f"({op})", f"node name: {op})", f"Name: {op} "))
-
-
-def _reason(plan: Plan, op: str) -> str:
-    position = plan.problem.graph.positions[op]
-    pin = plan.problem.pins.get(position)
-    if pin is not None:
-        return pin.reason
-    if plan.lam > 0:
-        return "its rounding would cost more of the tolerance than that of the ops that were lowered"
-    return "lowering it would take more casts than it is worth"

@@ -44,6 +44,11 @@ class Weights(Mapping[str, Array]):
         self._load[tensor.name] = load
         self.types[tensor.name] = (tensor.data_type, tuple(tensor.dims))
 
+    def update(self, other: Weights) -> None:
+        """Add the arrays of another store, without reading them."""
+        self._load.update(other._load)
+        self.types.update(other.types)
+
     def __getitem__(self, name: str) -> Array:
         return self._load[name]()
 

@@ -1,0 +1,121 @@
+"""Runtimes, and the command line."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as H
+from onnx import numpy_helper as N
+
+import castwise.cli
+from castwise.onnx import TARGETS, _targets, convert, verify
+
+vi = H.make_tensor_value_info
+FEED = {"x": np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)}
+
+
+def _model():
+    weight = np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32) / 16
+    nodes = [H.make_node("MatMul", ["x", "w"], ["h"], "mm"), H.make_node("Compress", ["h", "c"], ["y"], "pick", axis=0)]
+    inits = [N.from_array(weight, "w"), N.from_array(np.arange(64) % 2 == 0, "c")]
+    graph = H.make_graph(nodes, "g", [vi("x", T.FLOAT, [64, 256])], [vi("y", T.FLOAT, [32, 256])], inits)
+    return H.make_model(graph, opset_imports=[H.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_names_its_source_and_only_operators_that_exist(name):
+    target = _targets.get(name)
+    assert target.source and target.runtime
+    known = {schema.name for schema in onnx.defs.get_all_schemas()}
+    for said in target.kernels.values():
+        for key in ("has", "lacks"):
+            assert set(str(said.get(key, "")).split()) <= known
+        assert set(said.get("from", {})) <= known
+
+
+def test_the_list_of_this_onnxruntime_is_what_it_registers():
+    state = pytest.importorskip("onnxruntime.capi.onnxruntime_pybind11_state")
+    if not hasattr(state, "get_all_opkernel_def") or not state.get_all_opkernel_def():
+        pytest.skip("this build does not list its kernels")
+    target = _targets.get("onnxruntime-cpu")
+    for fmt, name in (("fp16", "tensor(float16)"), ("bf16", "tensor(bfloat16)")):
+        registered = {
+            kernel.op_name
+            for kernel in state.get_all_opkernel_def()
+            if kernel.provider == "CPUExecutionProvider" and kernel.domain in ("", "ai.onnx")
+            if any(name in kinds for kinds in kernel.type_constraints.values())
+        }
+        listed = set(str(target.kernels[fmt]["has"]).split())
+        assert listed <= registered | {"Attention", "RotaryEmbedding", "RMSNormalization", "TensorScatter"}
+
+
+def test_what_a_target_cannot_compute_stays_fp32_and_the_report_says_why():
+    row = {r.node: r for r in convert(_model(), calibration=FEED, target="tensorrt").report.nodes}
+    assert row["mm"].format == "fp16"
+    assert row["pick"].format == "fp32" and "tensorrt has no fp16 kernel of Compress" in row["pick"].reason
+    assert {r.node: r.format for r in convert(_model(), calibration=FEED, target="onnxruntime-cuda").report.nodes}[
+        "pick"
+    ] == "fp16"
+
+
+def test_a_cpu_target_is_told_that_it_will_not_be_faster_and_auto_leaves_its_products_alone():
+    asked = convert(_model(), calibration=FEED, target="onnxruntime-cpu").report
+    assert asked.products_low == 1 and any("will not be faster" in note for note in asked.notes)
+    assert convert(_model(), calibration=FEED, target="onnxruntime-cpu", format="auto").report.products_low == 0
+
+
+def test_auto_lowers_a_product_that_pays_for_its_casts_and_not_one_that_does_not():
+    width = 2048
+    nodes = [H.make_node("MatMul", ["x", "w"], ["h"]), H.make_node("MatMul", ["h", "v"], ["y"])]
+    inputs = [vi("x", T.FLOAT, [width, width]), vi("w", T.FLOAT, [width, width]), vi("v", T.FLOAT, [width, width])]
+    large = H.make_model(
+        H.make_graph(nodes, "g", inputs, [vi("y", T.FLOAT, [width, width])]),
+        opset_imports=[H.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    small = _model()
+    feed = {name: np.zeros((width, width), np.float32) for name in ("x", "w", "v")}
+    assert convert(large, format="auto", calibration=feed, target="onnxruntime-cuda").report.products_low == 2
+    assert convert(small, format="auto", calibration=FEED, target="onnxruntime-cuda").report.products_low == 0
+
+
+def test_a_changed_model_is_noticed_when_it_is_verified():
+    source = _model()
+    done = convert(source, calibration=FEED, tolerance=1e-2)
+    found = verify(done.model, source, calibration=FEED)
+    assert found.ok and found.tolerance == 1e-2 and not found.differences
+    changed = onnx.ModelProto()
+    changed.CopyFrom(done.model)
+    changed.graph.node[0].doc_string = "edited"
+    assert any("changed after" in text for text in verify(changed, source, calibration=FEED).differences)
+    weights = N.to_array(source.graph.initializer[0]) * 1.5
+    source.graph.initializer[0].CopyFrom(N.from_array(weights, "w"))
+    assert not verify(done.model, source, calibration=FEED).ok
+
+
+def test_the_command_line_converts_reports_and_verifies(tmp_path, capsys):
+    source, target, data = tmp_path / "in.onnx", tmp_path / "out.onnx", tmp_path / "x.npz"
+    onnx.save(_model(), source)
+    np.savez(data, **FEED)
+    report = tmp_path / "report.html"
+    options = ["--calibrate", str(data), "--tolerance", "1e-2"]
+    assert castwise.cli.main(["convert", str(source), str(target), *options, "--report", str(report)]) == 0
+    assert "1 of 1 products" in capsys.readouterr().out and report.exists()
+    onnx.checker.check_model(str(target), full_check=True)
+    check = ["verify", str(target), "--against", str(source), "--calibrate", str(data)]
+    assert castwise.cli.main(check) == 0
+    assert castwise.cli.main([*check, "--tolerance", "1e-9"]) == 1
+    assert "NOT kept" in capsys.readouterr().out
+
+
+def test_the_command_line_keeps_what_it_is_told_to_and_writes_nothing_where_it_refuses(tmp_path, capsys):
+    source, target = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(_model(), source)
+    assert castwise.cli.main(["convert", str(source), str(target), "--keep", "mm"]) == 0
+    assert "0 of 1 products" in capsys.readouterr().out
+    source.write_bytes(source.read_bytes()[:100])
+    target.unlink()
+    assert castwise.cli.main(["convert", str(source), str(target)]) == 1
+    assert not target.exists() and "in.onnx" in capsys.readouterr().err
