@@ -230,17 +230,18 @@ def _share_state(graph: nn.Module, model: nn.Module) -> None:
         if now is None or now is here:
             continue
         mine = graph.get_submodule(owner)
-        (mine._parameters if name in mine._parameters else mine._buffers)[name] = now
+        held: dict[str, Any] = mine._parameters if name in mine._parameters else mine._buffers  # type: ignore[assignment]
+        held[name] = now
 
 
 # ---- what ran --------------------------------------------------------------------------------------------------------
 
 
-class _Dispatched(TorchDispatchMode):
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Formats of the tensors that kernels wrote, in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
