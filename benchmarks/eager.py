@@ -1,0 +1,94 @@
+"""What interception costs in eager PyTorch: per op and per training step, against torch.amp and hand-written casts.
+
+    python benchmarks/eager.py
+
+Where the CPU has no bfloat16 arithmetic, torch.amp's own kernels are scalar code, so shapes are small. One thread,
+alternating runs, medians, fixed allocator settings.
+"""
+
+from __future__ import annotations
+
+from _timing import alternate, fix_allocator, per_call, table
+
+fix_allocator()
+
+import torch  # noqa: E402
+from _models import Step, amp_step, plain_step, tasks  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from castwise.formats import BF16  # noqa: E402
+from castwise.hardware import detect  # noqa: E402
+from castwise.torch import autocast  # noqa: E402
+
+LOW = torch.bfloat16
+
+
+def per_op() -> str:
+    """Microseconds per call on tensors of 4 x 4, inside a region that stays open; no gradients."""
+    x, w, low = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4).to(LOW)
+    ops: dict[str, tuple[Step, Step]] = {
+        "linear (weights cast once)": (lambda: F.linear(x, w), lambda: F.linear(x.to(LOW), low)),
+        "softmax of a 16-bit tensor": (lambda: torch.softmax(low, -1), lambda: torch.softmax(low.float(), -1)),
+        "add, 16-bit + fp32": (lambda: low + x, lambda: low + x),
+        "relu": (lambda: torch.relu(low), lambda: torch.relu(low)),
+        "reshape": (lambda: low.reshape(16), lambda: low.reshape(16)),
+    }
+    rows = []
+    with torch.no_grad():
+        for name, (op, by_hand) in ops.items():
+
+            def inside(context: object, op: Step = op) -> Step:
+                def run() -> None:
+                    with context:  # type: ignore[attr-defined]
+                        for _ in range(100):
+                            op()
+
+                return run
+
+            def bare(op: Step = by_hand) -> None:
+                for _ in range(100):
+                    op()
+
+            found = per_call(
+                {
+                    "hand": bare,
+                    "torch": inside(torch.autocast("cpu", dtype=LOW)),
+                    "ours": inside(autocast("cpu", dtype=LOW)),
+                    "off": inside(autocast("cpu", enabled=False)),
+                    "fp32": inside(autocast("cpu", dtype=torch.float32)),
+                },
+                calls=3,
+            )
+            rows.append([name, *(f"{found[k] * 1e4:.1f}" for k in ("hand", "torch", "ours", "off", "fp32"))])
+    return table(["µs per op", "by hand", "torch.amp", "castwise", "enabled=False", "float32"], rows)
+
+
+def per_step(full: bool) -> str:
+    """Milliseconds of a full training step: forward, backward, clip, fused AdamW."""
+    rows = []
+    for task in tasks(full):
+        found = alternate(
+            {
+                "fp32": plain_step(task),
+                "torch": plain_step(task, dtype=LOW),
+                "ours": amp_step(task, "bfloat16"),
+                "ours32": amp_step(task, "float32"),
+            },
+            seconds=20.0,
+        )
+        ms = [f"{found[k] * 1e3:.2f}" for k in ("fp32", "torch", "ours", "ours32")]
+        rows.append([task.name, *ms, f"{found['ours'] / found['torch']:.2f}", f"{found['ours32'] / found['fp32']:.2f}"])
+    head = ["ms per step", "fp32", "torch.amp bf16", "Amp bf16", "Amp fp32", "Amp/torch.amp", "Amp fp32/fp32"]
+    return table(head, rows)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    native = detect("cpu").native(BF16)
+    print(f"bfloat16 on this CPU: {'native' if native else 'not native; Castwise emulates it, torch.amp does not'}\n")
+    print(per_op(), "\n")
+    print(per_step(native))
+
+
+if __name__ == "__main__":
+    main()
