@@ -113,9 +113,10 @@ class Casting:
             return function(*args, **kwargs)
         cache, enter = self.cache, arithmetic.enter
         keeps = not torch.compiler.is_compiling()  # a compiler merges equal casts by itself
+        key = arithmetic.fmt.name if arithmetic.emulated else dtype
 
         def cast(x: torch.Tensor) -> torch.Tensor:
-            return cache.get(x, arithmetic, enter) if keeps else enter(x)
+            return cache.get(x, key, enter) if keeps else enter(x)
 
         if kwargs:
             kwargs = {k: self._mapped(v, cast, _CASTABLE) for k, v in self._masks(kwargs, dtype).items()}

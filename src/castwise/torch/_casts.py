@@ -104,7 +104,10 @@ def _plain(x: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> tor
 
 
 def _is_weight(x: torch.Tensor) -> bool:
-    if not x.is_leaf or not (x.requires_grad or type(x) is Parameter or isinstance(x, Parameter)):
+    kind = type(x)  # asking isinstance is slow, as Parameter answers it by itself
+    if not x.is_leaf or not (
+        x.requires_grad or kind is Parameter or (kind is not torch.Tensor and isinstance(x, Parameter))
+    ):
         return False
     if x.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False  # no version counter; a transform's own tensor
