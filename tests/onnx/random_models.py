@@ -233,7 +233,7 @@ def _quantized(m: Maker) -> None:
     x, width = m.pick()
     if m.opset < 13:
         return
-    scale, zero = m.constant(np.array(0.05, np.float32)), m.constant(np.array(0, np.int8))
+    scale, zero = m.constant(np.array(0.01, np.float32)), m.constant(np.array(0, np.int8))
     m.keep(m.node("DequantizeLinear", [m.node("QuantizeLinear", [x, scale, zero])[0], scale, zero])[0], width)
 
 

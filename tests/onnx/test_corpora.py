@@ -1,4 +1,4 @@
-"""Models that were not made for these tests: a sample of ONNX's node tests, of its real topologies, and torch exports."""
+"""Models not made for these tests: a sample of ONNX's node tests and of its real topologies, and torch exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-_EVERY = 23
+_EVERY = 41
 _DRAWS = ("random", "bernoulli", "multinomial", "dropout")
 
 
@@ -47,7 +47,7 @@ def test_a_sample_of_onnx_own_node_tests_converts_strictly(run, distance):
         if got_types != types or not close:
             failed.append(case.name)
         products, low = products + done.report.products, low + done.report.products_low
-    assert tried > 30 and not failed
+    assert tried > 20 and not failed
     assert low >= 0.95 * products > 0
 
 

@@ -29,7 +29,7 @@ def _casts_in_a_row(graph: onnx.GraphProto) -> list[str]:
     ]  # fmt: skip
 
 
-@settings(SLOW, max_examples=50)
+@settings(SLOW, max_examples=30)
 @given(seed=st.integers(0, 10**6))
 def test_a_random_model_becomes_a_valid_loading_close_one_of_the_same_types(seed, run, distance):
     model, feed = random_model(seed)
@@ -53,7 +53,7 @@ def test_products_of_random_models_become_narrow():
     assert low >= 0.95 * total > 0
 
 
-@settings(SLOW, max_examples=20)
+@settings(SLOW, max_examples=12)
 @given(seed=st.integers(0, 10**6))
 def test_converting_again_adds_no_node_even_where_nothing_says_that_it_was_converted(seed):
     model, feed = random_model(seed)
@@ -65,7 +65,7 @@ def test_converting_again_adds_no_node_even_where_nothing_says_that_it_was_conve
     assert convert(once, calibration=feed, tolerance=2e-2).model == once
 
 
-@settings(SLOW, max_examples=20)
+@settings(SLOW, max_examples=12)
 @given(seed=st.integers(0, 10**6))
 def test_bfloat16_keeps_its_tolerance_as_a_second_look_finds_it(seed):
     model, feed = random_model(seed)

@@ -19,9 +19,9 @@ from onnx import numpy_helper
 from castwise import _files
 from castwise.onnx._apply import Applied, narrow
 from castwise.onnx._errors import ConversionError
-from castwise.onnx._source import Array, Source
+from castwise.onnx._source import Array, Source, subgraphs, tensor_bytes
 
-__all__ = ["LIMIT", "assemble", "save", "total_bytes"]
+__all__ = ["LIMIT", "assemble", "save", "small_bytes", "total_bytes"]
 
 LIMIT = 2_000_000_000
 """Bytes from which on a model does not go into one protocol buffer: 2 GiB less room for all that is no weight."""
@@ -48,8 +48,17 @@ def total_bytes(source: Source, applied: Applied, fmt: str) -> int:
     size = 0
     for _, elem, shape, _ in _stored(source, applied, fmt):
         size += int(np.prod(shape, dtype=np.int64)) * np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem)).itemsize
-    for tensor in applied.model.graph.initializer:
-        size += len(tensor.raw_data) or tensor.ByteSize()
+    return size + small_bytes(applied.model)
+
+
+def small_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of all constants that a skeleton still holds: small initializers, inner graphs' ones and Constant nodes."""
+    size = 0
+    for graph in (model.graph, *subgraphs(model.graph)):
+        size += sum(tensor_bytes(tensor) for tensor in graph.initializer)
+        for node in graph.node:
+            if node.op_type == "Constant":
+                size += sum(tensor_bytes(attribute.t) for attribute in node.attribute if attribute.HasField("t"))
     return size
 
 

@@ -141,6 +141,7 @@ class _Work:
         name = self.source.name
         self.notes += self.source.notes
         self.origin = digest(self.source.skeleton)
+        self.size = self.source.size + _assemble.small_bytes(self.source.skeleton)
         reference = normalise(self.source.skeleton, name, self.notes)
         reference = infer(reference)
         self.skeleton = onnx.ModelProto()
@@ -378,7 +379,7 @@ class _Work:
             products=len(products) + len(closed),
             products_low=sum(labels[op] for op in products),
             casts=applied.casts,
-            bytes_before=self.source.size,
+            bytes_before=self.size,
             bytes_after=_assemble.total_bytes(self.source, applied, self.fmt),
             outputs=search.outcome.outputs if search.outcome is not None else (),
             largest=tuple(biggest),

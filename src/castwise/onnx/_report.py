@@ -45,7 +45,7 @@ class Report:
     """Casts that were added."""
     bytes_before: int
     bytes_after: int
-    """Of all initializers."""
+    """Of all constants of the model."""
     outputs: tuple[OutputError, ...]
     """Errors against fp32; empty where nothing could be run."""
     largest: tuple[tuple[str, float], ...]

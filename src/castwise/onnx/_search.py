@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from castwise._graph_index import Floats
 from castwise._pins import Cause, Pin
 from castwise.catalogue import OpClass, load_catalogue
 from castwise.cost import Costs
@@ -174,7 +175,9 @@ class Search:
             if self.outcome.error <= self.tolerance:
                 return best
             missed = (self.tolerance / self.outcome.error) ** 2 if math.isfinite(self.outcome.error) else 0.0
-            budget = min(budget * 0.5, float(risks.op_noise[best.labels].sum()) * missed) * _SAFETY
+            budget = min(budget * 0.5, best.score.noise * missed) * _SAFETY
+            if not budget:
+                break
         return self._all_wide(best)
 
     def _all_wide(self, plan: Plan) -> Plan:
@@ -217,7 +220,21 @@ class Search:
             noise[op] = amount
         log.info("noise of %d ops measured in %d runs (%d follow)", len(makes), report.runs, len(follow))
         self.steps.append(Step(f"measured the noise of {len(makes)} ops in {report.runs} trials", int((~labels).sum())))
-        return replace(self._risks(), op_values=noise)
+        priced = Risks.from_sensitivities(graph, self.captured.fmt, self._per_tensor(noise))
+        return replace(priced, op_values=noise, ranges=self._risks().ranges, measured=self.calibrated)
+
+    def _per_tensor(self, noise: Floats) -> Floats:
+        """The noise of rounding each tensor where it stays fp32 and is read in 16 bits: that of the op that writes it.
+
+        A selection hands on values of what it reads, so that rounding its result rounds those.
+        """
+        graph = self.captured.graph
+        total = np.zeros(len(graph.tensors))
+        for position, op in enumerate(graph.ops):
+            handed_on = max((float(total[tensor]) for tensor in op.inputs), default=0.0)
+            selects = op.selects or op.id not in self.captured.nodes
+            total[list(op.outputs)] = handed_on if selects else float(noise[position])
+        return total
 
 
 def _selects(entries: Mapping[str, object], name: str) -> bool:

@@ -70,7 +70,7 @@ class Source:
     listed: frozenset[str]
     """Stored weights that the model also lists as inputs."""
     size: int
-    """Bytes of all initializers."""
+    """Bytes of the stored initializers."""
     name: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -121,10 +121,10 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     size = 0
     for tensor in model.graph.initializer:
         order.append(tensor.name)
-        size += tensor_bytes(tensor)
         external = external_data_helper.uses_external_data(tensor)
         if external or (tensor_bytes(tensor) > _LARGE and tensor.data_type != onnx.TensorProto.STRING):
             weights.put(tensor, _external(tensor, folder, name) if external else _inside(tensor, name))
+            size += tensor_bytes(tensor)
         else:
             kept.initializer.add().CopyFrom(tensor)
     skeleton = _without_initializers(model)
@@ -132,7 +132,6 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     for sparse in model.graph.sparse_initializer:
         dense = _dense(sparse, name)
         order.append(dense.name)
-        size += tensor_bytes(dense)
         skeleton.graph.initializer.append(dense)
         notes.append(f"sparse initializer {dense.name!r} is stored densely")
     for graph in subgraphs(skeleton.graph):
