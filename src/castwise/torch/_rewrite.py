@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from castwise.catalogue import OpClass
-from castwise.formats import parse_format
+from castwise.formats import FORMATS, parse_format
 
 from . import _aten
 from ._aten import Seen
@@ -31,10 +31,9 @@ CAST = torch.ops.aten.to.dtype
 """The op that casts of the plan are written as."""
 
 
-def emulated_call(target: torch._ops.OpOverload, fmt: str, device_type: str, *args: Any, **kwargs: Any) -> Any:
+def emulated_call(target: torch._ops.OpOverload, fmt: str, *args: Any, **kwargs: Any) -> Any:
     """An op in a format that the machine does not compute: on rounded values in float32, and its result rounded."""
-    how = arithmetic(device_type, parse_format(fmt))
-    how = how if how.emulated else Arithmetic(how.fmt, how.dtype, emulated=True)
+    how = Arithmetic(FORMATS[fmt], dtype_of(FORMATS[fmt]), emulated=True)
     floats = (torch.float32, how.dtype)
 
     def mapped(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -126,7 +125,8 @@ class _Rewriter:
             new.args = (new.args[0], *(_saturated(a, limit) for a in new.args[1:]))
         lacking = entry is not None and entry.lacks_kernel(self.fmt, self.device_type)
         if entry is not None and ((entry.product and self.emulate) or lacking):
-            new.args = (node.target, self.fmt, self.device_type, *new.args)  # type: ignore[assignment]
+            assert isinstance(node.target, torch._ops.OpOverload)
+            new.args = (node.target, self.fmt, *new.args)
             new.target = emulated_call
         return new
 

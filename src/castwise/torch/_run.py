@@ -33,7 +33,7 @@ class StudyRun(fx.Interpreter):
         return x
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = _aten.attribute(self.module, str(target))  # type: ignore[arg-type]
+        value = _aten.attribute(self.module, str(target))
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in self.leaves:

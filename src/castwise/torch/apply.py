@@ -96,16 +96,18 @@ class Applied(nn.Module):
 
     def graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph:
         """The graph that covers a call, captured now if there is none yet."""
-        if self.castwise_model.training != self.training:
-            self.training = self.castwise_model.training
+        self.training = self.castwise_model.training
         flat, tree = torch.utils._pytree.tree_flatten((args, kwargs))
-        key = (self.training, tree, tuple(_kind(x) for x in flat))
-        for graph in self._graphs:
-            if graph.key == key and _covers(graph.module, flat):
-                return graph
-        return self._add((args, kwargs), key)
+        found = self.covering((self.training, tree), flat)
+        return self.add_graph((args, kwargs), (self.training, tree), flat) if found is None else found
 
-    def _add(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
+    def covering(self, mode: tuple[Any, ...], flat: list[Any]) -> _Graph | None:
+        """The graph for a mode and these inputs that there is already, or None."""
+        key = (*mode, tuple(_kind(x) for x in flat))
+        return next((g for g in self._graphs if g.key == key and _covers(g.module, flat)), None)
+
+    def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], mode: tuple[Any, ...], flat: list[Any]) -> _Graph:
+        """Capture the model in its present mode for such a call, with the plan's formats."""
         if len(self._graphs) == _MOST_GRAPHS:
             log.warning(
                 "%s was captured %d times and its inputs differ again: the oldest graph is dropped. Pad inputs to a "
@@ -120,6 +122,7 @@ class Applied(nn.Module):
         module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
         module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
         module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
+        key = (*mode, tuple(_kind(x) for x in flat))
         graph = _Graph(key, module, module if self._wrap is None else self._wrap(module), formats)
         self._graphs.append(graph)
         return graph
@@ -183,7 +186,7 @@ def _places(ops: tuple[Any, ...]) -> list[tuple[str, str, int]]:
 
 
 def _kind(x: Any) -> Any:
-    return (x.dtype, x.device, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else x
+    return (x.dtype, x.device, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
 
 
 def _shapes(module: fx.GraphModule) -> list[tuple[Any, ...] | None]:
@@ -230,7 +233,7 @@ def _share_state(graph: nn.Module, model: nn.Module) -> None:
         if now is None or now is here:
             continue
         mine = graph.get_submodule(owner)
-        held: dict[str, Any] = mine._parameters if name in mine._parameters else mine._buffers  # type: ignore[assignment]
+        held: dict[str, Any] = mine._parameters if name in mine._parameters else mine._buffers
         held[name] = now
 
 

@@ -108,7 +108,7 @@ class _Pass:
             values = values.clone()  # before it is changed in place
         self.meter.record(position, _record(values, self.fmt))
         if y.requires_grad:
-            y.register_hook(lambda gradient: self._price(position, values, gradient))
+            y.register_hook(lambda gradient: self._price(position, values, gradient))  # type: ignore[no-untyped-call]
 
     def _position(self, node: fx.Node) -> int | None:
         if _aten.viewed(node, self.captured.values) is not None:

@@ -10,6 +10,7 @@ Control flow that depends on data cannot be captured; the caller is told where, 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,10 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
     error: Exception | None = None
     for attempt in attempts:
         try:
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt, strict=False)
+            with warnings.catch_warnings():
+                # Recurrent layers set their own list of weights in each call, to what it was.
+                warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt, strict=False)
             return program.module()
         except Exception as failure:  # torch raises many kinds; what they say is passed on
             error = failure

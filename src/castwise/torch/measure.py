@@ -151,7 +151,7 @@ class _Timer(StudyRun):
         if dtype is self.low and entry is not None:
             emulates = entry.product and arithmetic(self.device_type, parse_format(self.fmt)).emulated
             if emulates or entry.lacks_kernel(self.fmt, self.device_type):
-                args, target = (target, self.fmt, self.device_type, *args), emulated_call
+                args, target = (target, self.fmt, *args), emulated_call
 
         def run() -> None:
             out = floating(target(*args, **kwargs))  # type: ignore[operator]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -157,7 +158,7 @@ def prepare(
     resolved = Policy.coerce(policy).resolve(wanted)
     fmt = resolved.low_format
     if is_wide(fmt):  # all ops are fp32: there is nothing to measure
-        costs = Costs(BF16.name, *_zeros(captured), captured.graph.index.stored & False, wanted.name)
+        costs = _no_costs(captured, wanted.name)
         risks = Risks.unmeasured(captured.graph, BF16.name)
         return Prepared(captured, costs, risks, resolved, (example_inputs,), (), device_type)
     if device is None or wanted == here:
@@ -208,11 +209,9 @@ def _as_torch(found: neutral.Plan, verification: Verification | None = None) -> 
     return Plan(**{f.name: getattr(found, f.name) for f in fields(neutral.Plan)}, verification=verification)
 
 
-def _zeros(captured: Captured) -> list[Any]:
-    import numpy as np
-
-    ops, tensors = len(captured.graph.ops), len(captured.graph.tensors)
-    return [np.zeros(ops), np.zeros(ops), np.zeros(tensors), np.zeros(tensors)]
+def _no_costs(captured: Captured, device: str) -> Costs:
+    ops, tensors = np.zeros(len(captured.graph.ops)), np.zeros(len(captured.graph.tensors))
+    return Costs(BF16.name, ops, ops, tensors, tensors, tensors > 0, device)
 
 
 def _device_type(model: nn.Module, example_inputs: Any) -> str:
