@@ -38,7 +38,7 @@ def emulated(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     names = {name for graph in _all_graphs(copy.graph) for node in graph.node for name in node.output}
-    _Emulation(names, len(copy.functions) > 0).graph(copy.graph, {})
+    _Emulation(names).graph(copy.graph, {})
     return copy
 
 
@@ -51,7 +51,7 @@ def _all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 class _Emulation:
-    def __init__(self, names: set[str], functions: bool) -> None:
+    def __init__(self, names: set[str]) -> None:
         self._names = names
 
     def graph(self, graph: onnx.GraphProto, outer: dict[str, int]) -> None:
@@ -77,7 +77,7 @@ class _Emulation:
         for attribute in node.attribute:
             self._attribute(attribute, types)
         if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            return [self._constant(node, types)]
+            return [node]
         exact = entry is not None and (entry.selects or entry.op_class is OpClass.CONTROL)
         exact = exact and entry is not None and entry.op_class not in _MAKES_VALUES
         made = [node]
@@ -91,8 +91,6 @@ class _Emulation:
                 raw = self._fresh(f"{name}_unrounded")
                 node.output[index] = raw
                 made += self._rounding(raw, name, elem)
-        if node.op_type == "Cast" and types.get(node.output[0], 0) in _NARROW:
-            pass
         return made
 
     def _rounding(self, source: str, target: str, elem: int) -> list[onnx.NodeProto]:
@@ -112,9 +110,6 @@ class _Emulation:
         elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in _NARROW:
             wide = np.asarray(tensor_array(attribute.t), np.float32)
             attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))
-
-    def _constant(self, node: onnx.NodeProto, types: dict[str, int]) -> onnx.NodeProto:
-        return node
 
     def _fresh(self, name: str) -> str:
         base, count = name, 1
