@@ -197,9 +197,8 @@ class CutNetwork:
 
     def _aligned(self, flow: Any) -> NDArray[np.int32]:
         """The flow on each arc of the network, in the network's own order."""
-        if not np.array_equal(flow.indices, self._columns):
-            flow = flow.sorted_indices()
-        return np.asarray(flow.data)
+        same_layout = np.array_equal(flow.indices, self._columns)  # scipy keeps it: all reverse arcs are there already
+        return np.asarray(flow.data if same_layout else flow[self._tail, self._head]).ravel()
 
     def _reaches_sink(self, left: NDArray[np.int32]) -> Bools:
         """Which nodes have a path of unfilled arcs to the sink: the smallest LOW side of all minimum cuts."""

@@ -109,7 +109,7 @@ def front(problem: Problem, points: int, mu: float) -> list[Point]:
     fastest = at_price(problem, 0.0, mu)
     exactest = _most_exact(problem, fastest, mu)
     corners = [fastest, exactest]
-    spread = max(exactest.cost - fastest.cost, _NO_NOISE)
+    spread = max(exactest.cost - fastest.cost, _TINY)
     smallest = _NO_NOISE * max(fastest.noise, _TINY)
 
     def width(left: Point, right: Point) -> float:

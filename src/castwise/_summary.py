@@ -21,6 +21,8 @@ __all__ = ["Cast", "Kept", "Summary", "casts", "summarise"]
 
 # Groups of ops that stay fp32 which the text names; the rest are counted.
 _MOST_REASONS = 12
+# A plan that is at most this share of its time from the best one counts as the best.
+_NEGLIGIBLE = 1e-6
 _IN_WORDS = {
     Cause.TIME: "the 16-bit kernel is slower",
     Cause.CASTS: "casts would cost more than the op gains",
@@ -117,7 +119,8 @@ class Summary:
                 f"  memory  {show_bytes(self.planned.saved_bytes)} saved for backward; "
                 f"fp32 {show_bytes(self.fp32.saved_bytes)}"
             )
-        lines.append(f"  optimum at most {show_seconds(self.gap)} away")
+        proven = self.gap <= _NEGLIGIBLE * self.planned.seconds
+        lines.append(f"  optimum {'proven' if proven else f'at most {show_seconds(self.gap)} away'}")
         return "\n".join([*lines, *self._reasons()])
 
     def _noise(self) -> str:

@@ -220,8 +220,8 @@ class GraphBuilder:
     >>> x = build.tensor("x", (8, 64), kind="input")
     >>> w = build.tensor("w", (64, 64), kind="weight")
     >>> h = build.op("matmul_1", "matmul", [x, w], [("h", (8, 64))], flops=2 * 8 * 64 * 64, saves=[x, w])
-    >>> build.view("h_flat", "h")
-    >>> y = build.op("relu_1", "relu", ["h_flat"], [("y", (8, 64))], saves=["y"], output=True)
+    >>> flat = build.view("h_flat", "h")
+    >>> y = build.op("relu_1", "relu", [flat], [("y", (8, 64))], saves=["y"], output=True)
     >>> graph = build.build(training=True)
     >>> [graph.tensors[t].name for t in graph.ops[1].inputs]
     ['h']

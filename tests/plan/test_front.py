@@ -40,6 +40,24 @@ def test_cheapest_plan_within_a_budget_equals_brute_force(block: int) -> None:
         assert found.cost - found.gap <= best + slack, f"seed {seed}: the bound excludes the optimum"
 
 
+def test_on_large_graphs_the_plan_is_the_cheapest_corner_of_the_hull_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("castwise._front.EXACT_OPS", 0)
+    for seed in range(150):
+        rng = np.random.default_rng(50_000 + seed)
+        case = random_case(rng)
+        every = enumerate_labellings(case)
+        low, high = every.noise.min(), every.noise.max()
+        budget = float(low + rng.random() ** 2 * (high - low)) * (1 + 1e-6)
+        found = within_budget(problem_of(case), budget, 0.0)
+        corner = min(cost for noise, cost in lower_hull(every.noise, every.seconds) if noise <= budget)
+        slack = ROUNDING * 10 * max(1.0, every.seconds.max())
+        assert found.noise <= budget
+        assert found.cost <= corner + slack, f"seed {seed}"
+        assert found.cost - found.gap <= every.seconds[every.noise <= budget].min() + slack, f"seed {seed}"
+
+
 def test_a_budget_below_what_pins_alone_cause_is_an_error_that_says_so() -> None:
     graph = chain()
     noise = np.array([0.0, 3.0, 5.0])

@@ -108,6 +108,17 @@ def test_the_default_plan_is_never_noisier_nor_slower_than_the_preset_and_often_
     assert faster > 5
 
 
+def test_where_the_hull_has_nothing_better_the_preset_itself_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castwise._front.EXACT_OPS", 0)
+    graph = feed_forward(blocks=3)
+    costs = roofline(graph, get_device("a100"), "bf16")
+    for seed in range(20):
+        noise = 10.0 ** np.random.default_rng(seed).uniform(-9, -5, len(graph.tensors))
+        plan = solve(graph, costs, Risks.from_sensitivities(graph, "bf16", noise), BF16)
+        preset = plan.problem.score(preset_labels(graph, "bf16", BF16, plan.problem.pins))
+        assert plan.score.noise <= preset.noise and plan.score.seconds <= preset.seconds
+
+
 def test_a_price_of_zero_gives_the_fastest_plan_and_a_high_one_the_most_exact() -> None:
     fastest, exact = planned(lam=0.0), planned(lam=1e12)
     assert fastest.score.seconds < exact.score.seconds
@@ -238,6 +249,20 @@ def test_an_explanation_names_the_rule_the_cost_or_the_risk() -> None:
     assert by_op["blocks.0.up"].reason.startswith("fp32 takes") and "model.py:10" in str(by_op["blocks.0.up"])
     assert (by_op["blocks.1.add"].cause, by_op["blocks.1.add"].format) == (Cause.NOISE, "fp32")
     assert "raises the predicted error of the output" in by_op["blocks.1.add"].reason
+
+
+def test_what_weighs_heaviest_is_weighed_at_the_plans_prices() -> None:
+    build = GraphBuilder()
+    build.tensor("x", (1,), kind="input")
+    build.op("a", "matmul", ["x"], [("y", (1,))], output=True, keeps_format=True)
+    graph = build.build()
+    casts = np.array([0.5, 0.0])
+    costs = Costs("bf16", np.array([1.0]), np.array([0.0]), casts, np.zeros(2), np.zeros(2, bool))
+    risks = Risks.from_sensitivities(graph, "bf16", np.array([0.0, 0.1]))
+    dear, cheap = (solve(graph, costs, risks, BF16, lam=lam).explain("a").verdicts[0] for lam in (20.0, 1.0))
+    assert (dear.format, dear.cause) == ("fp32", Cause.NOISE), "gains 1 s, of which casts eat 0.5 s and noise 2 s"
+    assert (cheap.format, cheap.cause) == ("bf16", Cause.TIME)
+    assert dear.change.energy == pytest.approx(1.5)
 
 
 def test_a_change_is_what_flipping_the_op_does_and_no_flip_helps() -> None:
