@@ -21,17 +21,18 @@ from castwise.formats import FORMATS, parse_format
 
 from . import _aten
 from ._aten import Seen
+from ._functions import base_name
 from ._recurrent import stepwise
 from .capture import Captured
 from .emulation import Arithmetic, arithmetic, dtype_of
 
-__all__ = ["CAST", "emulated_call", "rewrite"]
+__all__ = ["CAST", "EMULATED", "emulated_call", "emulated_steps", "rewrite"]
 
 CAST = torch.ops.aten.to.dtype
 """The op that casts of the plan are written as."""
 
 
-def emulated_call(target: torch._ops.OpOverload, fmt: str, *args: Any, **kwargs: Any) -> Any:
+def emulated_call(call: Callable[..., Any], fmt: str, *args: Any, **kwargs: Any) -> Any:
     """An op in a format that the machine does not compute: on rounded values in float32, and its result rounded."""
     how = Arithmetic(FORMATS[fmt], dtype_of(FORMATS[fmt]), emulated=True)
     floats = (torch.float32, how.dtype)
@@ -39,12 +40,19 @@ def emulated_call(target: torch._ops.OpOverload, fmt: str, *args: Any, **kwargs:
     def mapped(value: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
             return cast(value) if value.dtype in floats else value
-        return type(value)(mapped(v, cast) for v in value) if isinstance(value, list | tuple) else value
+        return type(value)([mapped(v, cast) for v in value]) if isinstance(value, list | tuple) else value
 
-    steps = stepwise(target._schema.name.split("::")[-1], how)
-    call: Callable[..., Any] = target if steps is None else steps
-    result = call(*(mapped(a, how.enter) for a in args), **{k: mapped(v, how.enter) for k, v in kwargs.items()})
-    return mapped(result, how.leave)
+    entered = [mapped(a, how.enter) for a in args]
+    return mapped(call(*entered, **{k: mapped(v, how.enter) for k, v in kwargs.items()}), how.leave)
+
+
+def emulated_steps(target: torch._ops.OpOverload, fmt: str, *args: Any, **kwargs: Any) -> Any:
+    """`emulated_call` of a recurrent layer, whose state is rounded at every step."""
+    how = Arithmetic(FORMATS[fmt], dtype_of(FORMATS[fmt]), emulated=True)
+    return emulated_call(stepwise(base_name(target)[0], how) or target, fmt, *args, **kwargs)
+
+
+EMULATED = (emulated_call, emulated_steps)
 
 
 def rewrite(
@@ -82,6 +90,8 @@ class _Rewriter:
         for node in self.captured.module.graph.nodes:
             if node.op == "call_module" and node.target == "_guards_fn":
                 continue  # checked before a call, see castwise.torch.apply
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                continue  # torch.export's note of the formats without a plan
             if node.op == "output":
                 self._copy(node, self._as_captured)
             elif node.name in self.captured.ops:
@@ -127,7 +137,7 @@ class _Rewriter:
         if entry is not None and ((entry.product and self.emulate) or lacking):
             assert isinstance(node.target, torch._ops.OpOverload)
             new.args = (node.target, self.fmt, *new.args)
-            new.target = emulated_call
+            new.target = emulated_steps if entry.op_class is OpClass.RNN else emulated_call
         return new
 
     def _high(self, node: fx.Node, planned: set[fx.Node]) -> fx.Node:

@@ -30,6 +30,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
+from castwise.formats import parse_format
+from castwise.plan import Plan
 from castwise.policy import WEIGHTS, Policy
 from castwise.scaling import ScaleState, initial_state, stalled_message, transition
 
@@ -40,6 +42,7 @@ from ._layers import LayerHooks
 from ._region import Region
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
+from .apply import apply
 from .devices import resolve, tf32
 from .weights import WideWeights
 
@@ -61,6 +64,10 @@ class _Entered(AbstractContextManager["_Entered"]):
     def __enter__(self) -> _Entered:
         stack = ExitStack()
         stack.enter_context(tf32(self._amp.device_type, self._amp.policy.tf32))
+        if self._amp.planned is not None:
+            stack.enter_context(self._amp.planned.in_place())
+            self._entered.append(stack)
+            return self
         region = self._amp._new_region(self._log)
         region.enter()
         stack.callback(region.leave)
@@ -88,6 +95,9 @@ class Amp:
         weights: how 16-bit parameters are kept from losing small updates: "auto" or "master", "split", "kahan",
             "stochastic" (see `castwise.torch.weights`). float32 parameters stay float32 in every mode. Default: the
             policy's.
+        plan: from `castwise.torch.plan`. Inside the region the model runs in the plan's formats, and what is computed
+            outside of the model as it is written; `policy` then decides about loss scaling and weights alone, and
+            defaults to the preset of the plan's 16-bit format.
 
     Raises:
         PolicyError: the policy is wrong for this model, or `accumulate` or `weights` are out of range.
@@ -102,6 +112,7 @@ class Amp:
         scheduler: Any = None,
         accumulate: int = 1,
         weights: str = "auto",
+        plan: Plan | None = None,
     ) -> None:
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise PolicyError(f"accumulate: {accumulate!r} must be a whole number of micro-batches, 1 or more")
@@ -117,6 +128,9 @@ class Amp:
         self.scheduler = scheduler
         self.accumulate = accumulate
         self.device_type = _device_type(model, optimizer)
+        if plan is not None:
+            policy = Policy.coerce(policy if policy != "auto" else parse_format(plan.fmt).long_name)
+        self.planned = apply(model, plan) if plan is not None else None
         self.policy = resolve(Policy.coerce(policy), self.device_type)
         mode = self.policy.weights if weights == "auto" else weights
         self._rules = rules_for(self.policy, self.device_type)

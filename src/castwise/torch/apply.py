@@ -9,6 +9,7 @@ inputs come in shapes or structures that the graphs so far do not cover.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,11 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from castwise.catalogue import OpClass
 from castwise.plan import Plan
 
-from ._rewrite import emulated_call, rewrite
+from . import _aten
+from ._rewrite import EMULATED, rewrite
 from .capture import Captured, capture, flat_inputs
 
 __all__ = ["Applied", "apply"]
@@ -126,6 +129,20 @@ class Applied(nn.Module):
         graph = _Graph(key, module, module if self._wrap is None else self._wrap(module), formats)
         self._graphs.append(graph)
         return graph
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, calling the model itself runs the applied module; afterwards the model is as it was."""
+        model = self.castwise_model
+        before = model.__dict__.get("forward")
+        model.__dict__["forward"] = self.forward
+        try:
+            yield
+        finally:
+            if before is None:
+                model.__dict__.pop("forward", None)
+            else:
+                model.__dict__["forward"] = before
 
     # ---- what ran ----
 
@@ -266,12 +283,13 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         op = n.meta.get("castwise_op")
-        if op is None:
+        entry = _aten.entry_of(n)
+        if op is None or (entry is not None and entry.op_class is OpClass.CAST):  # nothing is computed
             return super().run_node(n)
         with _Dispatched() as seen:
             result = super().run_node(n)
         dtypes = {d.itemsize for d in seen.written}
-        if n.target is emulated_call:
+        if n.target in EMULATED:
             dtypes = {seen.written[-1].itemsize}
         if dtypes:
             self.formats[op] = "fp32" if max(dtypes) > 2 else self.fmt

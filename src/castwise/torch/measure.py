@@ -26,7 +26,7 @@ from castwise.formats import parse_format
 from castwise.hardware import Device
 
 from . import _aten
-from ._rewrite import emulated_call
+from ._rewrite import emulated_call, emulated_steps
 from ._run import StudyRun, floating, random_state_kept
 from .capture import Captured, as_call, flat_inputs
 from .emulation import arithmetic, dtype_of
@@ -151,7 +151,8 @@ class _Timer(StudyRun):
         if dtype is self.low and entry is not None:
             emulates = entry.product and arithmetic(self.device_type, parse_format(self.fmt)).emulated
             if emulates or entry.lacks_kernel(self.fmt, self.device_type):
-                args, target = (target, self.fmt, *args), emulated_call
+                args = (target, self.fmt, *args)
+                target = emulated_steps if entry.op_class is OpClass.RNN else emulated_call
 
         def run() -> None:
             out = floating(target(*args, **kwargs))  # type: ignore[operator]

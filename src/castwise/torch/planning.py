@@ -201,7 +201,7 @@ def _verified(ready: Prepared, found: Plan) -> Plan:
         result = verifier.try_plan(found.formats)
     if not result.finite:
         log.warning("the plan's results are not finite, and no op is at fault alone: use another format or loss scale")
-    held = ready.held_out != ready.batches[:1]
+    held = bool(ready.held_out) and ready.held_out[0] is not ready.batches[0]
     return _as_torch(found, Verification.of(result, found.relative_error, len(ready.held_out), held, raised))
 
 

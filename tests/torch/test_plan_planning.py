@@ -1,0 +1,130 @@
+"""What `plan` decides: from measured costs, from calibrated risks, and by the user's rules."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from castwise.cost import MeasuredCosts
+from castwise.errors import PlanError
+from castwise.hardware import detect
+from castwise.policy import LayerRule, Policy
+from castwise.torch._verify import Verifier
+from castwise.torch.calibrate import calibrate
+from castwise.torch.capture import CaptureError, capture
+from castwise.torch.measure import measured_costs
+from castwise.torch.planning import plan, prepare
+
+from .plan_models import GPT, Branching, WideFeedForward, cases
+from .test_plan_apply import mixed
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASTWISE_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("fmt, device", [("float16", "t4"), ("bfloat16", "h100")])
+@pytest.mark.parametrize("name", ["gpt", "convnet", "lstm", "wide"])
+def test_predicted_error_is_what_a_trial_finds(name: str, fmt: str, device: str) -> None:
+    model, inputs = cases()[name]
+    ready = mixed(prepare(model, inputs, policy=fmt, device=device))
+    found = ready.solve()
+    result = Verifier(ready.captured, found.fmt, "cpu", [inputs]).try_plan(found.formats)
+    assert 0.6 < result.output_error / found.relative_error < 1.6
+
+
+def test_a_plan_keeps_the_error_that_it_was_given() -> None:
+    model, inputs = cases()["gpt"]
+    ready = mixed(prepare(model, inputs, policy="bfloat16", device="h100"))
+    verifier = Verifier(ready.captured, "bf16", "cpu", [inputs])
+    loose, tight = (ready.solve(budget) for budget in (1e-2, 1e-3))
+    assert verifier.try_plan(tight.formats).output_error < 1.5e-3 < verifier.try_plan(loose.formats).output_error
+    assert tight.labels.sum() < loose.labels.sum()
+
+
+def test_a_plan_is_verified_on_batches_that_did_not_calibrate() -> None:
+    torch.manual_seed(0)
+    model = GPT(width=512, layers=1)
+    batches = [(torch.randint(40, (4, 32)),) for _ in range(3)]
+    found = plan(model, batches[0], policy="float16", device="t4", batches=batches[1:])
+    assert found.labels.any()
+    assert found.verification is not None and found.verification.held_out and found.verification.batches == 1
+    assert 0.5 < found.verification.ratio < 1.5
+
+
+def test_rules_of_the_policy_are_followed() -> None:
+    model, inputs = cases()["gpt"]
+    policy = Policy(format="bfloat16", ops={"gelu": "high"}, layers=(LayerRule("blocks.0", format="float32"),))
+    found = mixed(prepare(model, inputs, policy=policy, device="h100")).solve()
+    graph = found.problem.graph
+    for op in graph.ops:
+        if op.name == "gelu" or op.layer.startswith("blocks.0"):
+            assert found.formats[op.id] == "fp32", op.id
+    assert any(found.formats[op.id] == "bf16" for op in graph.ops if op.layer.startswith("blocks.1"))
+
+
+def test_auto_on_a_machine_without_16_bit_arithmetic_plans_fp32() -> None:
+    if detect("cpu").best_16bit() is not None:
+        pytest.skip("this processor computes in 16 bits")
+    model, inputs = cases()["gpt"]
+    assert set(plan(model, inputs).formats.values()) == {"fp32"}
+
+
+def test_what_is_measured_slower_in_16_bits_stays_fp32(tmp_path: Any) -> None:
+    model, inputs = cases()["convnet"]
+    found = plan(model, inputs, policy="bfloat16", seconds=10)
+    costs = found.problem.costs
+    assert costs.measured.mean() > 0.8
+    slower = costs.measured & (costs.low > costs.high)
+    assert not (found.labels & slower).any() or found.score.seconds < found.fp32.seconds
+    assert found.score.seconds <= found.fp32.seconds
+
+
+def test_times_are_measured_once_per_op_and_shape(tmp_path: Any) -> None:
+    model, inputs = cases()["gpt"]
+    captured = capture(model, inputs, training=True)
+    table = MeasuredCosts(tmp_path / "times.json")
+    measured_costs(captured, inputs, detect("cpu"), "bf16", seconds=20, table=table)
+    ops = sum(1 for key in table if not key.startswith("cast")) // 2
+    assert ops < len(captured.graph.ops) - 1  # both blocks have the same ops
+    started, size = time.perf_counter(), len(table)
+    measured_costs(captured, inputs, detect("cpu"), "bf16", seconds=20, table=MeasuredCosts(tmp_path / "times.json"))
+    assert time.perf_counter() - started < 2.0
+    assert len(MeasuredCosts(tmp_path / "times.json")) == size
+
+
+def test_gradient_ranges_are_those_of_the_loss() -> None:
+    model, x = WideFeedForward(), torch.randn(16, 32)
+    captured = capture(model, (x,), training=True)
+    risks = calibrate(captured, "fp16", [(x,)], lambda y: y.square().mean())
+    model(x).square().mean().backward()
+    weight = captured.graph.tensor("last_weight")
+    assert model.last.weight.grad is not None
+    assert risks.gradient_ranges[weight].largest == pytest.approx(float(model.last.weight.grad.abs().max()), rel=1e-4)
+
+
+def test_infinities_that_mask_do_not_count_as_overflow() -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool).triu(1)
+            return (x.masked_fill(mask, -float("inf"))).softmax(-1)
+
+    x = torch.randn(6, 6)
+    captured = capture(Masked(), (x,), training=False)
+    risks = calibrate(captured, "fp16", [(x,)])
+    assert all(record.overflow == 0 and record.largest < 10 for record in risks.ranges.values())
+
+
+def test_data_dependent_control_flow_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"Branching cannot be captured as one graph.*eagerly under a preset"):
+        plan(Branching(), (torch.randn(4, 8),))
+
+
+def test_a_budget_without_16_bit_formats_is_refused() -> None:
+    model, inputs = cases()["wide"]
+    with pytest.raises(PlanError, match="nothing computes in 16 bits"):
+        plan(model, inputs, policy="float32", budget=1e-3)
