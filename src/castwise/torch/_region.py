@@ -15,6 +15,7 @@ users:
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import sys
 import types
@@ -35,6 +36,8 @@ Function = Callable[..., Any]
 _ACTIVE: contextvars.ContextVar[tuple[Region, ...]] = contextvars.ContextVar("castwise_regions", default=())
 _hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 _compiling = torch.compiler.is_compiling
+# Types of device for which an inner region has the call that is being traced. Only tracers write it.
+_TRACED: dict[str, bool] = collections.defaultdict(bool)
 
 
 class Region(TorchFunctionMode):
@@ -99,9 +102,8 @@ class Region(TorchFunctionMode):
             if call is None:
                 return func(*args, **kwargs)
         if _compiling():
-            if call.trace_as is not None:
-                func = call.trace_as
-        elif not self._covers_this_call():
+            return self._traced(call, func, args, kwargs)
+        if not self._covers_this_call():
             return func(*args, **kwargs)
         if not self.enabled:
             return func(*args, **kwargs)
@@ -112,11 +114,31 @@ class Region(TorchFunctionMode):
             return self._logged(call, func, args, kwargs)
         return self.casting.run(call, func, args, kwargs)
 
-    def _covers_this_call(self) -> bool:
-        """Not another task's call, nor one inside a plain torch.autocast entered after us; and checkpoints follow
-        us.
+    def _traced(self, call: Call, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call under a compiler, which follows neither context variables nor checkpoints' internals.
+
+        The innermost region sees a call first. While it has it, the regions around it for the same type of device are
+        told to leave it alone.
         """
-        if self not in _ACTIVE.get() or _autocast_depth() > self._depth:
+        device = self.rules.device_type
+        if call.trace_as is not None:
+            func = call.trace_as
+        if _TRACED[device]:
+            return func(*args, **kwargs)
+        if call.descend is not None and self.enabled:
+            with self:
+                return call.descend(*args, **kwargs)
+        _TRACED[device] = True
+        try:
+            return self.casting.run(call, func, args, kwargs) if self.enabled else func(*args, **kwargs)
+        finally:
+            _TRACED[device] = False
+
+    def _covers_this_call(self) -> bool:
+        """Not another task's call, nor one inside a region or a plain torch.autocast entered after us; and
+        checkpoints follow us.
+        """
+        if _innermost(_ACTIVE.get(), self.rules.device_type) is not self or _autocast_depth() > self._depth:
             return False
         hooks = _hooks_on_top(False)
         if hooks is not None:
@@ -134,6 +156,13 @@ class Region(TorchFunctionMode):
     def again(self) -> Region:
         """An equal region, to be entered anew."""
         return Region(self.rules, self.cache, enabled=self.enabled, log=self.log)
+
+
+def _innermost(regions: tuple[Region, ...], device_type: str) -> Region | None:
+    for region in reversed(regions):
+        if region.rules.device_type == device_type:
+            return region
+    return None
 
 
 def current_region(device_type: str | None = None) -> Region | None:
