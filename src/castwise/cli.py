@@ -55,6 +55,7 @@ COMMANDS = {
         add_arguments="add_advise_arguments",
         main="main_advise",
     ),
+    "plan": Command("castwise._plan_cli", "decide the format of every operation of a torch model", extra="torch"),
     "convert": Command("castwise.onnx.cli", "convert an ONNX model to mixed precision, and check it", extra="onnx"),
     "verify": Command(
         "castwise.onnx.cli",

@@ -33,7 +33,7 @@ from .capture import Captured, as_call, capture, flat_inputs
 from .devices import device_of
 from .measure import measured_costs, versions
 
-__all__ = ["Plan", "Prepared", "plan", "prepare"]
+__all__ = ["Plan", "Prepared", "plan", "prepare", "verified"]
 
 log = logging.getLogger("castwise.torch.plan")
 
@@ -131,9 +131,7 @@ def plan(
         model, example_inputs, loss=loss, policy=policy, device=device, batches=batches, target=target, seconds=seconds
     )
     found = ready.solve(budget, favour)
-    if not found.labels.any() or not ready.risks.measured:
-        return found
-    return _verified(ready, found)
+    return verified(ready, found)
 
 
 def prepare(
@@ -172,8 +170,10 @@ def prepare(
     return Prepared(captured, costs, risks, resolved, calibrating, held_out, device_type)
 
 
-def _verified(ready: Prepared, found: Plan) -> Plan:
+def verified(ready: Prepared, found: Plan) -> Plan:
     """Try a plan; raise what overflows, and tighten the budget while the error is larger than it allows."""
+    if not found.labels.any() or not ready.risks.measured:
+        return found
     verifier = Verifier(ready.captured, found.fmt, ready.device_type, ready.held_out)
     raised: dict[str, str] = {}
     budget = found.budget
