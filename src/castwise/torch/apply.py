@@ -24,7 +24,7 @@ from castwise.catalogue import OpClass
 from castwise.plan import Plan
 
 from . import _aten
-from ._rewrite import EMULATED, rewrite
+from ._rewrite import rewrite
 from .capture import Captured, capture, flat_inputs
 
 __all__ = ["Applied", "apply"]
@@ -288,9 +288,6 @@ class _Recorder(fx.Interpreter):
             return super().run_node(n)
         with _Dispatched() as seen:
             result = super().run_node(n)
-        dtypes = {d.itemsize for d in seen.written}
-        if n.target in EMULATED:
-            dtypes = {seen.written[-1].itemsize}
-        if dtypes:
-            self.formats[op] = "fp32" if max(dtypes) > 2 else self.fmt
+        if seen.written:  # a composite may sum or normalise in fp32 inside: what counts is the format it ends in
+            self.formats[op] = "fp32" if seen.written[-1].itemsize > 2 else self.fmt
         return result
