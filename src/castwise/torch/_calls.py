@@ -51,7 +51,6 @@ class Call:
         wide_parameters: the first argument leads, and float32 parameters beside a 16-bit one are right as they are.
         no_kernel: 16-bit dtypes for which this device has no kernel.
         descend: the body of a Python composite, to be entered instead of cast as one op.
-        trace_as: what a compiler should call instead of the callable.
         emulate_as: what to run instead of an op that, emulated as one call, would not round between its steps.
         reason: what decided.
     """
@@ -67,7 +66,6 @@ class Call:
     wide_parameters: bool = False
     no_kernel: frozenset[torch.dtype] = frozenset()
     descend: Function | None = None
-    trace_as: Function | None = None
     emulate_as: Function | None = None
     reason: str = ""
 

@@ -2,9 +2,8 @@
 
 A torch-function mode is handed the callable the user's code called (`torch.softmax`, `Tensor.softmax`,
 `F.softmax`, `torch.ops.aten.softmax.int`, ...): several spellings of one operation. This module maps each of them,
-once, to the one catalogue entry, and notes the three things about the *spelling* that matter for casting: whether it
-writes into its first argument, whether it is a Python body that should be entered rather than treated as one op, and
-whether it is a `super()` method that a compiler cannot trace when it is called as a function.
+once, to the one catalogue entry, and notes the two things about the *spelling* that matter for casting: whether it
+writes into its first argument, and whether it is a Python body that should be entered rather than treated as one op.
 
 There is no list of ops here: what an op is comes from the catalogue alone.
 """
@@ -41,7 +40,6 @@ class FunctionInfo:
     entry: OpEntry | None
     writes_first: bool  # in-place: the first argument is the destination, whose format is not ours to change
     descend: Function | None  # the body of a Python composite, callable without being intercepted as a whole
-    trace_as: Function | None  # what a compiler should call instead
 
 
 def base_name(function: Function) -> tuple[str, bool]:
@@ -92,13 +90,17 @@ def describe(function: Function) -> FunctionInfo:
     name, in_place = base_name(function)
     catalogue = load_catalogue()
     entry = catalogue.lookup("torch", name) or catalogue.lookup("torch", getattr(function, "__name__", "") or name)
-    descend = trace_as = None
-    if isinstance(function, types.FunctionType):
-        if entry is not None and entry.composite:
-            descend = without_interception(function)
-        if "__class__" in function.__code__.co_freevars:  # Tensor methods in Python that end in super().method(...)
-            trace_as = getattr(torch._C.TensorBase, function.__name__, None)
-    return FunctionInfo(name, entry, in_place, descend, trace_as)
+    body = None
+    if entry is not None and entry.composite and isinstance(function, types.FunctionType):
+        body = without_interception(function)
+    return FunctionInfo(name, entry, in_place, body)
+
+
+def trace_as(function: Function) -> Function:
+    """What a compiler should call instead of `function`: a plain function in place of a Python method of Tensor's that
+    ends in `super()`, which a tracer cannot follow from outside the class. (torch has one such method.)
+    """
+    return torch.unflatten if function.__name__ == "unflatten" else function
 
 
 def _namespaces() -> Iterator[object]:
@@ -129,6 +131,6 @@ def known_functions() -> dict[Function, FunctionInfo]:
             except TypeError:  # an unhashable callable cannot be a key of torch's own overrides either
                 continue
             info = describe(function)
-            if info.entry is not None or info.trace_as is not None:
+            if info.entry is not None:
                 table[function] = info
     return table

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from ._calls import Call, Casting
 from ._casts import CastCache
+from ._functions import trace_as
 from ._rules import Rules
 from .record import event
 
@@ -96,7 +97,9 @@ class Region(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self.calls.get(func)
         if call is None:
-            if _compiling() or self.rules.passes(func):
+            if _compiling():  # a tracer's own handle on a Python method of Tensor is not equal to the method
+                return trace_as(func)(*args, **kwargs)
+            if self.rules.passes(func):
                 return func(*args, **kwargs)
             call = self.rules.learn(func)
             if call is None:
@@ -121,8 +124,6 @@ class Region(TorchFunctionMode):
         told to leave it alone.
         """
         device = self.rules.device_type
-        if call.trace_as is not None:
-            func = call.trace_as
         if _TRACED[device]:
             return func(*args, **kwargs)
         if call.descend is not None and self.enabled:
@@ -140,6 +141,8 @@ class Region(TorchFunctionMode):
         """
         if _innermost(_ACTIVE.get(), self.rules.device_type) is not self or _autocast_depth() > self._depth:
             return False
+        if _in_compiled_graph(sys._getframe(2)):
+            return False  # its casts were decided when it was traced
         hooks = _hooks_on_top(False)
         if hooks is not None:
             _recompute_inside(hooks[0])
@@ -173,6 +176,29 @@ def current_region(device_type: str | None = None) -> Region | None:
         if isinstance(mode, Region) and mode in active and device_type in (None, mode.rules.device_type):
             return mode
     return None
+
+
+_FRAMES_TO_COMPILER = 12  # from the code of a compiled graph up to the part of torch that called it
+_OPS_FILE = torch._ops.__file__  # OpOverload.__call__ is a frame of its own
+
+
+def _in_compiled_graph(caller: types.FrameType | None) -> bool:
+    """Whether a call was made by a graph that torch.compile runs: generated code, and not a user's own FX model."""
+    if caller is not None and caller.f_code.co_filename == _OPS_FILE:
+        caller = caller.f_back
+    if caller is None or not caller.f_code.co_filename.startswith("<eval_with_key"):
+        return False
+    frame = caller.f_back
+    for _ in range(_FRAMES_TO_COMPILER):
+        if frame is None:
+            return False
+        path = frame.f_code.co_filename
+        if "/_dynamo/" in path or "/_functorch/" in path:
+            return True
+        if "/torch/" not in path and not path.startswith("<"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _autocast_depth() -> int:

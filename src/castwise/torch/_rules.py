@@ -93,9 +93,9 @@ class Rules:
             )
         entry = info.entry
         if isinstance(function, types.FunctionType) and entry is None:
-            return None if info.trace_as is None else Call(info.name, Rule.WIDEST, trace_as=info.trace_as)
+            return None
         gaps = _kernel_gaps(entry, self.device_type)
-        if entry is not None and entry.op_class in _IGNORED and info.trace_as is None and not gaps:
+        if entry is not None and entry.op_class in _IGNORED and not gaps:
             return None
         decision = decide(self.policy, entry, layer=self.layer, name=info.name)
         low = arithmetic(self.device_type, decision.fmt) if decision.rule is Rule.LOW and decision.fmt else None
@@ -103,7 +103,7 @@ class Rules:
         if low is not None and not low.emulated and low.dtype in gaps:
             rule = Rule.HIGH
         constant = entry is not None and entry.stores_constant
-        follows = rule is Rule.WIDEST and not gaps and info.trace_as is None and _torch_follows(entry)
+        follows = rule is Rule.WIDEST and not gaps and _torch_follows(entry)
         if follows and not constant:
             return None
         wide = dtype_of(decision.fmt or FP32) if rule is Rule.HIGH and decision.rule is Rule.HIGH else torch.float32
@@ -118,7 +118,6 @@ class Rules:
             contracts=info.name in _CONTRACTS_LAST,
             wide_parameters=entry is not None and entry.op_class is OpClass.NORM and entry.mixed is Mixed.KEEP,
             no_kernel=gaps,
-            trace_as=info.trace_as,
             emulate_as=stepwise(info.name, low) if low is not None and low.emulated else None,
             reason=decision.reason,
         )
