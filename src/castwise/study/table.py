@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["number", "table"]
+from castwise.study.words import number
+
+__all__ = ["table"]
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -41,13 +43,6 @@ def _row(name: str, arm: Mapping[str, Any], results: Mapping[str, Any]) -> list[
     if arm["emulated"]:
         rate += " (emulated)"
     return [name, number(mean), worse, str(sum(arm["skipped_steps"])), rate, status]
-
-
-def number(value: float | None) -> str:
-    """Three or four significant digits; a dash where there is no number."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return f"{value:.4g}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
