@@ -11,7 +11,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -24,9 +24,6 @@ from ._layers import layers_of
 from ._rewrite import Rewriter
 from ._rules import resolve, rules_for
 
-if TYPE_CHECKING:
-    from .planned import JaxPlan
-
 __all__ = ["autocast"]
 
 log = logging.getLogger("castwise.jax")
@@ -38,18 +35,12 @@ R = TypeVar("R")
 _KEPT_CALLS = 64
 
 
-def autocast(
-    fn: Callable[P, R],
-    policy: Policy | str | Any = "auto",
-    *,
-    plan: JaxPlan | None = None,
-) -> Callable[P, R]:
-    """``fn`` with every operation computed in the format that the policy, or the plan, decides for it.
+def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto") -> Callable[P, R]:
+    """``fn`` with every operation computed in the format that the policy decides for it.
 
     Args:
         fn: any function that ``jax.jit`` could trace once its non-array arguments are fixed.
         policy: a ``castwise.Policy``, a preset's or format's name, or the path of a policy file.
-        plan: a plan of ``castwise.jax.plan`` for this function, instead of a policy.
 
     Returns:
         A function of the same signature, whose results have the same shapes and dtypes. Arrays in its arguments, at
@@ -61,7 +52,7 @@ def autocast(
 
     Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
     """
-    region = _Region(fn, policy, plan)
+    region = _Region(fn, policy)
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -75,14 +66,13 @@ def autocast(
 class _Region:
     """What ``autocast`` knows of one function."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Any, plan: JaxPlan | None) -> None:
+    def __init__(self, fn: Callable[..., Any], policy: Any) -> None:
         self.fn = fn
         self.policy = Policy.coerce(policy)
-        self.plan = plan
         self._calls: OrderedDict[Any, _Traceable] = OrderedDict()
         self._rewriter: Rewriter | None = None
         self._checked: set[int] = set()
-        if plan is None and self.policy.format != "auto":
+        if self.policy.format != "auto":
             rules_for(self.policy)  # an impossible policy is an error here, not at the first call
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,11 +103,8 @@ class _Region:
     def rewriter(self) -> Rewriter:
         """The rewriter of the policy, resolved when it is first needed: asking for the backend starts it."""
         if self._rewriter is None:
-            if self.plan is not None:
-                self._rewriter = self.plan.rewriter()
-            else:
-                rules = rules_for(resolve(self.policy))
-                self._rewriter = Rewriter(rules, layered=rules.layered)
+            rules = rules_for(resolve(self.policy))
+            self._rewriter = Rewriter(rules, layered=rules.layered)
         return self._rewriter
 
     def _rewritten(self, outer: Jaxpr) -> Jaxpr:
@@ -127,14 +114,12 @@ class _Region:
             return self.rewriter.whole(outer)
         inner = call.params["jaxpr"]
         self._check_layers(inner.jaxpr)
-        if self.plan is not None:
-            self.plan.check(inner.jaxpr)
         new = ClosedJaxpr(self.rewriter.whole(inner.jaxpr), inner.consts)
         eqns = [call.replace(params={**call.params, "jaxpr": new})]
         return Jaxpr(outer.constvars, outer.invars, outer.outvars, eqns, outer.effects, outer.debug_info, outer.is_high)
 
     def _check_layers(self, jaxpr: Jaxpr) -> None:
-        if self.policy.layers and self.plan is None and id(jaxpr) not in self._checked:
+        if self.policy.layers and id(jaxpr) not in self._checked:
             self._checked.add(id(jaxpr))
             resolve(self.policy).match_layers(layers_of(jaxpr))
 

@@ -91,14 +91,14 @@ def report(fn: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any
     region = getattr(fn, "_castwise_region", None)
     if policy is not None or region is None:
         inner = region.fn if region is not None else fn
-        region = _Region(inner, "auto" if policy is None else policy, None)
+        region = _Region(inner, "auto" if policy is None else policy)
     records: list[Record] = []
     arrays, traceable = region.prepared(args, kwargs)
     outer = traceable.traced(arrays)[0].jaxpr
     call = region_call(outer)
-    rewriter = region.plan.rewriter(records) if region.plan is not None else _recording(region.policy, records)
+    rewriter = _recording(region.policy, records)
     rewriter.whole(outer if call is None else call.params["jaxpr"].jaxpr)
-    resolved = None if region.plan is not None else resolve(region.policy)
+    resolved = resolve(region.policy)
     return Report(resolved, tuple(_op_report(record) for record in records if record.given or record.result))
 
 

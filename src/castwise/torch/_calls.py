@@ -148,7 +148,7 @@ class Casting:
         target = _target(call, args, kwargs, floats)
         if target is None:
             return function(*args, **kwargs)
-        keep = args[0] if call.writes_first else kwargs.get("out")
+        keep: object = args[0] if call.writes_first else kwargs.get("out")
         if target in call.no_kernel:
             if call.writes_first:
                 return self._through_wide(function, args, kwargs)
@@ -162,7 +162,7 @@ class Casting:
             return function(*args, **kwargs)
 
         def cast(x: torch.Tensor) -> torch.Tensor:
-            if keep is x:
+            if x is keep:
                 return x
             if call.stores_constant and not x.dim():
                 return to_saturated(x, target)
