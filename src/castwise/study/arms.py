@@ -15,6 +15,7 @@ from castwise.formats import BF16, FP32, NumberFormat, parse_format
 from castwise.hardware import Device
 from castwise.policy import Policy
 from castwise.study.verdict import REFERENCE, Status
+from castwise.study.words import listed
 
 __all__ = ["DEFAULT_PRECISIONS", "Arm", "arms_of", "cheapest", "why_recommended"]
 
@@ -102,7 +103,7 @@ def cheapest(arms: Sequence[Arm], status: Mapping[str, Status], device: Device) 
 def why_recommended(chosen: Arm, arms: Sequence[Arm], status: Mapping[str, Status], device: Device) -> str:
     """One sentence that says why ``chosen`` is the cheapest safe policy."""
     safe = [arm for arm in arms if arm.name != REFERENCE and status.get(arm.name) is Status.SAFE]
-    names = " and ".join(arm.name for arm in safe)
+    names = listed([arm.name for arm in safe])
     if chosen.name != REFERENCE:
         scaling = " with loss scaling" if chosen.policy.uses_scaling else ""
         among = f" among the safe ones ({names})" if len(safe) > 1 else ""
@@ -110,10 +111,9 @@ def why_recommended(chosen: Arm, arms: Sequence[Arm], status: Mapping[str, Statu
     if not safe:
         return "fp32: no other arm was found safe"
     if not any(device.native(arm.format) for arm in safe):
-        return (
-            f"fp32 on this device. {names} would be safe too, but {device.name} has no arithmetic of its own for it, "
-            f"so it would save no time"
-        )
+        formats = listed(sorted({arm.format.name for arm in safe}))
+        lacking = f"{device.name} has no arithmetic of its own for {formats}, which would save no time"
+        return f"fp32 on this device. {names} would be safe too, but {lacking}"
     return f"fp32. {names} would be safe too, but would save no time on {device.name}"
 
 

@@ -49,8 +49,9 @@ class Measure:
         return [self.of(run.initial), *(self.of(interval.evaluation) for interval in run.intervals)]
 
     def say(self, value: float) -> str:
-        """A difference in this measure, in words: three significant digits and the unit."""
-        return f"{value:.3g}{' ' + self.unit if self.unit else ''}"
+        """A value or a difference in this measure, in words: two significant digits (three from 1 up) and the unit."""
+        digits = f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"
+        return f"{digits} {self.unit}" if self.unit else digits
 
 
 def measures_of(spec: TaskSpec, reference: Sequence[RunRecord]) -> tuple[Measure, ...]:

@@ -1,7 +1,7 @@
 """``report.html``: the study for people. One file that needs no network, no script and no fonts of its own.
 
-It is made from ``results.json`` alone, so that a report can be made again from results of long ago. Figures are embedded as
-SVG images, each drawn for light and for dark pages; the browser picks by ``prefers-color-scheme``.
+It is made from ``results.json`` alone, so that a report can be made again from results of long ago. Figures are
+embedded as SVG images, each drawn for light and for dark pages; the browser picks by ``prefers-color-scheme``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from castwise._extras import require
 from castwise._files import write_text
-from castwise.study.figures import DARK, LIGHT, Figure, figures_of, render
+from castwise.study._drawing import DARK, LIGHT, Figure, render
+from castwise.study.figures import figures_of
 from castwise.study.words import headline, limits, listed, number
 
 __all__ = ["html_of", "write_report"]
@@ -34,8 +35,10 @@ def html_of(results: Mapping[str, Any]) -> str:
     """The report as one HTML document."""
     jinja2 = require("jinja2", extra="study")
     folder = files("castwise.study")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "bytes": _bytes, "listed": listed}
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": _typeset, "bytes": _bytes, "listed": listed}
     template = environment.from_string((folder / "report.html.j2").read_text(encoding="utf-8"))
     text: str = template.render(
         results=results,
@@ -98,6 +101,11 @@ def _arm(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
         "memory": sum(arm["memory"].values()),
         "memory_parts": ", ".join(f"{part} {_bytes(size)}" for part, size in arm["memory"].items()),
     }
+
+
+def _typeset(value: float | None) -> str:
+    """A number with a real minus sign."""
+    return number(value).replace("-", "−")
 
 
 def _spread(values: list[float]) -> float | None:

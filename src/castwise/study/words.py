@@ -10,13 +10,13 @@ __all__ = ["headline", "limits", "listed", "number"]
 
 
 def number(value: float | None) -> str:
-    """A value with three or four significant digits; a dash where there is no number."""
+    """A value with four significant digits (two below 0.1), trailing zeros kept; a dash where there is no number."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
-    if size >= 1e5 or 0 < size < 1e-3:
+    if size >= 1e5 or size < 0.1:
         return f"{value:.2g}"
-    return f"{value:.4g}" if size >= 0.1 else f"{value:.2g}"
+    return f"{value:#.4g}".rstrip(".")
 
 
 def listed(words: Sequence[str]) -> str:
@@ -36,9 +36,14 @@ def headline(results: Mapping[str, Any]) -> list[str]:
         said.append(f"On {name}, {listed(by_status['safe'])} {verb} as well as fp32, within the margin.")
     if by_status["unsafe"]:
         verb = "are" if len(by_status["unsafe"]) > 1 else "is"
-        said.append(f"{listed(by_status['unsafe'])} {verb} unsafe: do not train with {_them(by_status['unsafe'])} as set up here.")
+        said.append(
+            f"{listed(by_status['unsafe'])} {verb} unsafe: do not train with "
+            f"{_them(by_status['unsafe'])} as set up here."
+        )
     if by_status["cannot tell"]:
-        said.append(f"This study cannot tell whether {listed(by_status['cannot tell'])} {_is(by_status['cannot tell'])} safe.")
+        said.append(
+            f"This study cannot tell whether {listed(by_status['cannot tell'])} {_is(by_status['cannot tell'])} safe."
+        )
     cured = {arm: cure for arm, cure in verdict["remedies"].items() if cure}
     said += [f"{arm} becomes safe with {results['arms'][cure]['remedy']} ({cure})." for arm, cure in cured.items()]
     return said
@@ -55,12 +60,14 @@ def limits(results: Mapping[str, Any]) -> list[str]:
         said.append(f"With {settings['seeds']} seeds, no difference in {metric['name']} can be told from luck.")
     else:
         said.append(
-            f"A worsening of {metric['name']} smaller than {number(detectable)}{unit} would have gone unnoticed more than "
+            f"A worsening of {metric['name']} smaller than "
+            f"{number(detectable)}{unit} would have gone unnoticed more than "
             f"one time in five: that is the smallest difference that {settings['seeds']} seeds show."
         )
     stated = "stated by the task or on the command line" if metric["margin_stated"] else "2 % of what fp32 gained"
     said.append(
-        f"“Safe” means within the margin of {number(metric['margin'])}{unit} ({stated}). Whoever needs less has to say so "
+        f"“Safe” means within the margin of {number(metric['margin'])}{unit} "
+        f"({stated}). Whoever needs less has to say so "
         f"with --margin."
     )
     said.append(
@@ -74,8 +81,10 @@ def limits(results: Mapping[str, Any]) -> list[str]:
     if any(arm["emulated"] for arm in results["arms"].values()):
         emulated = [name for name, arm in results["arms"].items() if arm["emulated"]]
         said.append(
-            f"{listed(emulated)} ran by emulation: values are rounded exactly as on hardware that has the format, and sums "
-            f"are made in fp32 as in tensor cores, but in another order of additions. Speed says nothing about real hardware."
+            f"{listed(emulated)} ran by emulation: values are rounded exactly "
+            "as on hardware that has the format, and sums "
+            "are made in fp32 as in tensor cores, but in another order of "
+            "additions. Speed says nothing about real hardware."
         )
     return said
 
