@@ -105,10 +105,14 @@ def _record(model: nn.Module, forward: Callable[[], Tensor]) -> list[_Seen]:
     """Every call of every module in one fp32 pass, with the loss's gradient left in the outputs' ``grad``."""
     seen: list[_Seen] = []
 
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.requires_grad:
-            output.retain_grad()
-            seen.append(_Seen(path, module, args, kwargs, output))
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        if not output.requires_grad:  # behind frozen layers only: what rounding does there matters all the same
+            output = output.detach().requires_grad_(True)
+        output.retain_grad()
+        seen.append(_Seen(path, module, args, kwargs, output))
+        return output
 
     handles = [
         module.register_forward_hook(lambda m, a, k, out, path=path: note(path, m, a, k, out), with_kwargs=True)

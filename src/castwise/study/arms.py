@@ -111,10 +111,10 @@ def why_recommended(chosen: Arm, arms: Sequence[Arm], status: Mapping[str, Statu
     if not safe:
         return "fp32: no other arm was found safe"
     if not any(device.native(arm.format) for arm in safe):
-        formats = listed(sorted({arm.format.name for arm in safe}))
-        lacking = f"{device.name} has no arithmetic of its own for {formats}, which would save no time"
+        formats = " or ".join(sorted({arm.format.name for arm in safe}))
+        lacking = f"{device.name} has no arithmetic of its own for {formats}: no time would be saved"
         return f"fp32 on this device. {names} would be safe too, but {lacking}"
-    return f"fp32. {names} would be safe too, but would save no time on {device.name}"
+    return f"fp32. {names} would be safe too, but no time would be saved on {device.name}"
 
 
 def _gains(device: Device, fmt: NumberFormat) -> bool:

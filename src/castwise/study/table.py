@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from castwise.study.words import number
+from castwise.study.words import number, rate
 
 __all__ = ["table"]
 
@@ -39,10 +39,8 @@ def _row(name: str, arm: Mapping[str, Any], results: Mapping[str, Any]) -> list[
     ended = sum(ending is not None for ending in arm["ended"])
     if ended:
         status += f" ({ended} of {len(arm['ended'])} runs failed)"
-    rate = "–" if arm["throughput"] is None else f"{arm['throughput']:.3g} {arm['throughput_unit']}"
-    if arm["emulated"]:
-        rate += " (emulated)"
-    return [name, number(mean), worse, str(sum(arm["skipped_steps"])), rate, status]
+    speed = f"{rate(arm['throughput'])} {arm['throughput_unit']}{' (emulated)' if arm['emulated'] else ''}"
+    return [name, number(mean), worse, str(sum(arm["skipped_steps"])), speed, status]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -46,18 +46,25 @@ class TorchBackend:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Fix what decides the last bits (threads, kernels), and leave torch and all random streams as they were."""
+        """Fix what decides the last bits (threads, kernels), and leave torch and all random streams as they were.
+
+        A falling loss scale is a result here, and told in the report: what it logs for a user's own run is kept quiet.
+        """
         threads, streams = torch.get_num_threads(), capture()
         deterministic, warn_only = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
+        scaling_log = logging.getLogger("castwise.torch.amp")
+        level = scaling_log.level
+        scaling_log.setLevel(logging.ERROR)
         torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
         finally:
+            scaling_log.setLevel(level)
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
             restore(streams)
@@ -161,7 +168,8 @@ class TorchRun:
             stepped.append(False)
         elif 2 * len(finite) < len(values):
             share = f"{len(values) - len(finite)} of {len(values)} training losses"
-            ending = Ending(Failure.NON_FINITE, self._step, f"by step {self._step} {share} were not finite")
+            message = f"{share} up to step {self._step} were not finite"
+            ending = Ending(Failure.NON_FINITE, self._step, message)
         evaluation = Evaluation(math.nan, math.nan) if ending else self.evaluate()
         interval = Interval(
             step=self._step,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["headline", "limits", "listed", "number"]
+__all__ = ["headline", "limits", "listed", "number", "rate"]
 
 
 def number(value: float | None) -> str:
@@ -17,6 +17,11 @@ def number(value: float | None) -> str:
     if size >= 1e5 or size < 0.1:
         return f"{value:.2g}"
     return f"{value:#.4g}".rstrip(".")
+
+
+def rate(value: float | None) -> str:
+    """A throughput: whole numbers with separators from 100 up."""
+    return f"{value:,.0f}" if value is not None and value >= 100 else number(value)
 
 
 def listed(words: Sequence[str]) -> str:
