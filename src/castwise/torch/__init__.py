@@ -12,6 +12,7 @@ from .amp import Amp, StepResult  # noqa: E402
 from .apply import apply  # noqa: E402
 from .autocast import autocast, is_autocast_enabled, refresh  # noqa: E402
 from .capture import CaptureError  # noqa: E402
+from .functions import custom_bwd, custom_fwd  # noqa: E402
 from .inference import compile, for_inference  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .scaler import GradScaler  # noqa: E402
@@ -26,6 +27,8 @@ __all__ = [
     "apply",
     "autocast",
     "compile",
+    "custom_bwd",
+    "custom_fwd",
     "for_inference",
     "is_autocast_enabled",
     "plan",

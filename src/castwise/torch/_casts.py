@@ -21,6 +21,8 @@ from castwise.errors import CastwiseError
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _VIEWS_KEPT = 64  # per weight: a loop over slices of a table must not pile up memory
 
+_WEIGHTS_KEPT = 8192  # more than the largest models have; a bound for regions that make modules in a loop
+
 
 class StaleCastError(CastwiseError, RuntimeError):
     """A kept cast no longer equals its weight: the weight was written where PyTorch's version counter does not look."""
@@ -34,7 +36,7 @@ class _Kept:
 
 
 class CastCache:
-    """The casts of weights, by weight, view geometry and target. Holds no weight alive."""
+    """The casts of weights, by weight, view geometry and target. Bounded: the oldest weights' casts are let go."""
 
     def __init__(self, debug: bool = False, capacity: int = _VIEWS_KEPT) -> None:
         self.debug = debug
@@ -81,6 +83,10 @@ class CastCache:
             def forget(_: object) -> None:
                 table.pop(number, None)
 
+            if (
+                len(self._kept) >= _WEIGHTS_KEPT
+            ):  # a cast that is part of a graph keeps its weight alive: let the oldest go
+                self._kept.pop(next(iter(self._kept)), None)
             entry = self._kept[number] = (weakref.ref(weight, forget), {})
         return entry[1]
 

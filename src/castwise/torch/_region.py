@@ -211,7 +211,9 @@ def _autocast_depth() -> int:
 
 
 def _inside(regions: list[Region], function: Function, contexts: int = 0) -> Function:
-    """`function`, run inside regions equal to `regions`; it enters `contexts` autocast contexts of torch's by itself."""
+    """`function`, run inside regions equal to `regions`; it enters `contexts` autocast contexts of torch's by
+    itself.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         entered = [region.again() for region in regions]

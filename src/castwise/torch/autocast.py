@@ -182,20 +182,19 @@ def _decorated(context: autocast, function: Any) -> Any:
         @functools.wraps(function)
         async def async_generator(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             inner = function(*args, **kwargs)
-            sent: Any = None
-            try:
-                while True:
-                    try:
-                        sent = yield await _Stepped(context, inner.asend(sent))
-                    except GeneratorExit:
-                        raise
-                    except BaseException as error:
-                        sent = None
-                        yield await _Stepped(context, inner.athrow(error))
-            except StopAsyncIteration:
-                return
-            finally:
-                await _Stepped(context, inner.aclose())
+            step = inner.asend(None)
+            while True:
+                try:
+                    value = await _Stepped(context, step)
+                except StopAsyncIteration:
+                    return
+                try:
+                    step = inner.asend((yield value))
+                except GeneratorExit:
+                    await _Stepped(context, inner.aclose())
+                    raise
+                except BaseException as error:
+                    step = inner.athrow(error)
 
         return async_generator
 

@@ -174,7 +174,14 @@ class GradScaler:
         progress.stepped = bool(self._agree(progress.finite))
         progress.stage = "stepped"
         self._last = progress
-        return optimizer.step(*args, **kwargs) if progress.stepped else None
+        if not progress.stepped:
+            return None
+        result = optimizer.step(*args, **kwargs)
+        # Fused optimizers write weights without telling the version counter, by which kept casts know that they are
+        # old.
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale on after the optimizers' steps, or set it to `new_scale`.
