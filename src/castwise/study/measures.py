@@ -63,7 +63,7 @@ def measures_of(spec: TaskSpec, reference: Sequence[RunRecord]) -> tuple[Measure
     """
     found = [_measure("metric", spec.metric, spec.unit, spec.higher_is_better, spec.margin, spec.resolution, reference)]
     if any(math.isfinite(run.initial.validation) for run in reference) and spec.metric != VALIDATION_LOSS:
-        found.append(_measure("validation", VALIDATION_LOSS, "", False, spec.loss_margin, None, reference))
+        found.append(_measure("validation", VALIDATION_LOSS, "", False, spec.loss_margin, 0.0, reference))
     return tuple(found)
 
 

@@ -41,6 +41,8 @@ UNSAFE_CONFIDENCE = 0.99
 POWER = 0.8
 """Chance of finding a true difference of the size called detectable: the customary four out of five."""
 
+# The smallest gap seen may itself be a few steps wide; how far a multiple of the step may be from a whole number.
+_LARGEST_DIVISOR, _WHOLE = 12, 0.02
 _SIGN_TEST_SEEDS = 5  # five seeds all on one side of the margin happen by chance once in 32
 
 
@@ -140,14 +142,21 @@ def spread(values: Sequence[float]) -> float:
 
 
 def resolution_of(values: Sequence[float]) -> float:
-    """The smallest step seen between different values: 1/N for an accuracy over N samples, next to 0 for a loss."""
+    """The step in which a metric moves, from values seen: 1/N for an accuracy over N samples, 0 for a continuous one.
+
+    A step is believed only where all differences between neighbouring values are whole multiples of it.
+    """
     distinct = np.unique([value for value in values if math.isfinite(value)])
     if distinct.size < 2:
         return 0.0
-    steps = np.diff(distinct)
+    gaps = np.diff(distinct)
     # Sums in another order differ in the last bits; that is not a step of the metric.
-    real = steps[steps > 1e-9 * np.abs(distinct).max()]
-    return float(real.min()) if real.size else 0.0
+    gaps = gaps[gaps > 1e-6 * np.abs(distinct).max()]
+    for parts in range(1, _LARGEST_DIVISOR + 1) if gaps.size else ():
+        multiples = gaps * parts / gaps.min()
+        if np.abs(multiples - np.round(multiples)).max() < _WHOLE:
+            return float(gaps.min()) / parts
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
