@@ -16,7 +16,7 @@ STEPS = (50, 100, 150, 200, 250, 300, 350, 400)
 
 
 def settled(start: float, end: float) -> list[float]:
-    """A learning curve from ``start`` that has reached ``end`` well before the last of ``STEPS``; the start included."""
+    """A learning curve, the start included, that has reached ``end`` well before the last of ``STEPS``."""
     return [end + (start - end) * 4.0**-index for index in range(len(STEPS))] + [end]
 
 
@@ -29,7 +29,7 @@ def run_of(
     skipped: Sequence[int] | None = None,
     ended: str | None = None,
 ) -> RunRecord:
-    """A run from its accuracy (and loss) before training and at each of ``STEPS``; ``ended``: it broke down at the end."""
+    """A run from its accuracy (and loss) before training and at each of ``STEPS``; ``ended``: how it broke down."""
     loss = [3.0 * (1.0 - value) for value in accuracy] if loss is None else loss
     skipped = [0] * len(STEPS) if skipped is None else skipped
     intervals = tuple(

@@ -132,7 +132,9 @@ def test_the_seeds_needed_are_those_at_which_the_margin_becomes_detectable() -> 
 def test_the_resolution_of_an_accuracy_is_one_sample() -> None:
     assert resolution_of([36 / 360, 111 / 360, 323 / 360, 324 / 360]) == pytest.approx(1 / 360)
     assert resolution_of([30 / 360, 32 / 360, 35 / 360]) == pytest.approx(1 / 360)
-    assert resolution_of(list(np.arange(797, dtype=np.float32)[::7] / np.float32(797))) == pytest.approx(7 / 797, rel=1e-3)
+    assert resolution_of(list(np.arange(797, dtype=np.float32)[::7] / np.float32(797))) == pytest.approx(
+        7 / 797, rel=1e-3
+    )
     assert resolution_of([0.5, 0.5]) == 0.0
     assert resolution_of([]) == 0.0
 
