@@ -104,6 +104,8 @@ class GradScaler:
     def _times_scale(self, outputs: Any) -> Any:
         if isinstance(outputs, torch.Tensor):
             scale = self._scale_on(outputs.device)
+            if outputs.dtype is torch.float16:  # 65536 is beyond its range: a loss per sample would be inf
+                outputs = outputs.to(torch.float32)
             return outputs * (scale if outputs.dtype is not torch.float64 else scale.to(torch.float64))
         if isinstance(outputs, dict):
             return type(outputs)((k, self._times_scale(v)) for k, v in outputs.items())
@@ -149,7 +151,7 @@ class GradScaler:
                 the last update, or there are no gradients at all.
         """
         if not self._enabled:
-            self._last = _Progress()
+            self._last = self._of(optimizer)
             self._last.stepped = True
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(a) for a in args):
@@ -192,6 +194,7 @@ class GradScaler:
             RuntimeError: neither `unscale_` nor `step` was called since the last update.
         """
         if not self._enabled:
+            self._forget_step()
             return
         if new_scale is not None:
             value = float(new_scale)
@@ -318,9 +321,9 @@ class GradScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle between steps only: the state of a half-done step belongs to live optimizers."""
-        if self._progress:
+        if self._enabled and self._progress:
             raise RuntimeError("A GradScaler can only be pickled between update() and the next scale().")
-        return {**self.__dict__, "_scale": {}, "_last": None}
+        return {**self.__dict__, "_scale": {}, "_progress": {}, "_optimizers": {}, "_last": None}
 
     # ---- inside ----
 
