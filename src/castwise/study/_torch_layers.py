@@ -95,7 +95,7 @@ def blame(
         lost, power = _compare(call, region, fmt)
         overflow[call.path] = max(overflow.get(call.path, 0.0), lost)
         noise[call.path] = noise.get(call.path, 0.0) + power
-    overflow, noise = _own_share(overflow, max), _own_share(noise, sum)
+    overflow, noise = _own_overflow(overflow), _own_noise(noise)
     total = math.fsum(noise.values())
     found = [Blame(path, overflow[path], noise[path] / total if total > 0 else 0.0) for path in noise]
     return sorted(found, key=lambda item: (-item.overflow, -item.noise))
@@ -143,13 +143,18 @@ def _compare(call: _Seen, region: Callable[[], AbstractContextManager[Any]], fmt
     return float(beyond.double().mean()), float((gradient.double() * error.double()).square().sum())
 
 
-def _own_share(values: Mapping[str, float], join: Callable[[Any], float]) -> dict[str, float]:
-    """Take from each layer what its parts account for: a block is guilty only of what it does itself."""
-    own = {}
-    for path, value in values.items():
-        parts = [other for name, other in values.items() if _parent(name, values) == path]
-        own[path] = max(0.0, value - join(parts)) if parts else value
-    return own
+def _own_overflow(shares: Mapping[str, float]) -> dict[str, float]:
+    """A block overflows by itself only where none of its parts does: what a part loses spreads through the block."""
+    return {path: 0.0 if any(shares[part] > 0 for part in _parts(path, shares)) else shares[path] for path in shares}
+
+
+def _own_noise(powers: Mapping[str, float]) -> dict[str, float]:
+    """Take from each block the noise that its parts account for; independent roundings add in power."""
+    return {path: max(0.0, powers[path] - math.fsum(powers[part] for part in _parts(path, powers))) for path in powers}
+
+
+def _parts(path: str, known: Mapping[str, float]) -> list[str]:
+    return [name for name in known if _parent(name, known) == path]
 
 
 def _parent(path: str, known: Mapping[str, float]) -> str | None:

@@ -33,6 +33,7 @@ def study(
     out: str | Path | None = None,
     resume: bool = False,
     threads: int | None = None,
+    report: bool = True,
     quiet: bool = True,
 ) -> dict[str, Any]:
     """Train ``task`` in several precisions and say which are safe.
@@ -47,6 +48,7 @@ def study(
         out: the folder for ``results.json``, ``policy.toml``, ``report.html`` and the state to resume from.
         resume: go on with an interrupted study in ``out``, or add seeds or precisions to a finished one.
         threads: CPU threads. Default: the task's own, else the framework's.
+        report: whether to draw ``report.html``.
         quiet: no progress on stderr.
 
     Returns:
@@ -64,7 +66,7 @@ def study(
         outcome = run_study(settings, backend, folder, resume=resume, progress=progress)
     finally:
         progress.close()
-    return _write(outcome, folder)
+    return _write(outcome, folder, report)
 
 
 def default_folder(task: str) -> Path:
@@ -104,16 +106,17 @@ def _threads(asked: int | None, spec: TaskSpec) -> int | None:
     return asked if asked is not None else spec.threads
 
 
-def _write(outcome: Outcome, folder: Path) -> dict[str, Any]:
+def _write(outcome: Outcome, folder: Path, report: bool) -> dict[str, Any]:
     """Policies, report, results: the results last, since their presence says that the study is complete."""
     results = results_of(outcome)
     for arm in outcome.arms:
         arm.policy.save(folder / "policies" / f"{_slug(arm.name)}.toml", comment=f"{arm.name}, as studied by castwise")
     recommended_arm(outcome).policy.save(folder / "policy.toml", comment=results["verdict"]["recommended_because"])
     try:
-        from castwise.study.report import write_report
+        if report:
+            from castwise.study.report import write_report
 
-        write_report(results, folder / "report.html")
+            write_report(results, folder / "report.html")
     except MissingExtraError as error:
         # A machine without plotting still gets its results, and is told what is missing.
         logging.getLogger("castwise.study").warning("no report.html: %s", error)

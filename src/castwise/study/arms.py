@@ -89,7 +89,8 @@ def cheapest(arms: Sequence[Arm], status: Mapping[str, Status], device: Device) 
     """The cheapest arm that is safe: the fastest format that the device computes natively, else fp32.
 
     A format that the device only emulates costs time instead of saving it and is never chosen, however safe.
-    Where the device computes two formats equally fast, bf16 comes before fp16 as it needs no loss scaling.
+    Where the device computes two formats equally fast, the one with fewer layers and ops kept in fp32 comes first, then
+    bf16 before fp16 as it needs no loss scaling.
     """
     reference = next(arm for arm in arms if arm.name == REFERENCE)
     eligible = [
@@ -121,8 +122,8 @@ def _gains(device: Device, fmt: NumberFormat) -> bool:
     return fmt.bits < FP32.bits and device.gains(fmt)
 
 
-def _cost(arm: Arm, device: Device) -> tuple[float, bool, int, str]:
-    """Smaller is cheaper: seconds per FLOP where known (else by width), then bf16 first, then fewer exceptions."""
+def _cost(arm: Arm, device: Device) -> tuple[float, int, bool, str]:
+    """Smaller is cheaper: seconds per FLOP where known (else by width), then fewer exceptions, then bf16 first."""
     peak = device.peak.get(arm.format.name)
     time = 1.0 / peak if peak else arm.format.bits * 1.0
-    return time, arm.format is not BF16, arm.exceptions, arm.name
+    return time, arm.exceptions, arm.format is not BF16, arm.name

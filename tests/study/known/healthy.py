@@ -25,7 +25,7 @@ class _Made:
             yield self.samples(64, seed)
 
     def validation(self) -> list[Batch]:
-        return [self.samples(1024, 7)]
+        return [self.samples(256, 7)]
 
 
 class Regression(_Made):
