@@ -117,7 +117,8 @@ def _is_weight(x: torch.Tensor) -> bool:
         return False
     if x.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False  # no version counter; a transform's own tensor
-    return torch._C._get_dispatch_mode(_PROXY) is None  # a tracer must see the cast itself
+    # A tracer must see the cast itself.
+    return torch._C._get_dispatch_mode(_PROXY) is None and torch._C._get_tracing_state() is None
 
 
 def _address(x: torch.Tensor) -> int:
