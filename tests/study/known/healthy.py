@@ -12,9 +12,9 @@ Batch = tuple[Tensor, Tensor]
 
 
 class _Made:
-    """What the tasks here share: data from a formula, batches of 64, a fixed held-out set."""
+    """What the tasks here share: data from a formula, batches of 32, a fixed held-out set."""
 
-    steps, seeds, evaluate_every, threads = 128, 4, 16, 1
+    steps, seeds, evaluate_every, threads = 120, 3, 20, 1
 
     def samples(self, count: int, seed: int) -> Batch:
         raise NotImplementedError
@@ -22,7 +22,7 @@ class _Made:
     def batches(self, seed: int = 0) -> Iterator[Batch]:
         while True:
             seed += 1000
-            yield self.samples(64, seed)
+            yield self.samples(32, seed)
 
     def validation(self) -> list[Batch]:
         return [self.samples(256, 7)]
@@ -63,7 +63,7 @@ class Recall(_Made):
         return _Reader()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=5e-3)
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return functional.cross_entropy(model(batch[0]), batch[1])
@@ -74,7 +74,7 @@ class Recall(_Made):
 
 
 class _Reader(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8, width)
         self.place = nn.Embedding(12, width)
