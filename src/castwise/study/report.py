@@ -15,7 +15,7 @@ from typing import Any
 
 from castwise._extras import require
 from castwise._files import write_text
-from castwise.study._drawing import DARK, LIGHT, Figure, render
+from castwise.study._drawing import DARK, LIGHT, Figure, recoloured, render
 from castwise.study.figures import figures_of
 from castwise.study.words import headline, limits, listed, number, rate
 
@@ -56,13 +56,14 @@ def html_of(results: Mapping[str, Any]) -> str:
 
 
 def _embedded(figure: Figure) -> dict[str, str]:
+    light = render(figure, LIGHT)
     return {
         "key": figure.key,
         "title": figure.title,
         "caption": figure.caption,
         "alt": figure.alt,
-        "light": _data_url(render(figure, LIGHT)),
-        "dark": _data_url(render(figure, DARK)),
+        "light": _data_url(light),
+        "dark": _data_url(recoloured(light, LIGHT, DARK)),
     }
 
 

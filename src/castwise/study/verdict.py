@@ -83,11 +83,13 @@ class Verdict:
     measures: tuple[Measure, ...]
 
     def detectable_difference(self) -> float | None:
-        """The smallest worsening of the metric that would have shown in every arm; None where none would."""
-        found = [
-            a.differences[m.name].detectable for m in self.measures[:1] for a in self.arms.values() if a.differences
-        ]
-        return max(found) if found and all(map(math.isfinite, found)) else None
+        """The smallest worsening of the metric that would have shown in every arm that trained.
+
+        None where none would have, and where all runs gave the same value, from which no size can be estimated.
+        """
+        key = self.measures[0].name
+        found = [arm.differences[key].detectable for arm in self.arms.values() if arm.differences]
+        return max((value for value in found if 0 < value < math.inf), default=None)
 
     @property
     def reasons(self) -> list[str]:

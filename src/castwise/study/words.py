@@ -61,7 +61,16 @@ def limits(results: Mapping[str, Any]) -> list[str]:
     unit = f" {metric['unit']}" if metric["unit"] else ""
     said: list[str] = []
     detectable = verdict["detectable_difference"]
-    if detectable is None:
+    if (
+        detectable is None
+        and any(found["metric"] for found in verdict["comparisons"].values())
+        and settings["seeds"] > 1
+    ):
+        said.append(
+            f"Every run that is compared gave the same {metric['name']} as fp32's, so that how small a difference would "
+            f"have shown cannot be estimated."
+        )
+    elif detectable is None:
         said.append(f"With {settings['seeds']} seeds, no difference in {metric['name']} can be told from luck.")
     else:
         said.append(
