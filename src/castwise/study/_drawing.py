@@ -51,7 +51,7 @@ DARK = Theme(
     "#e7eaf0",
     "#a3acba",
     "#343b47",
-    "#1a3a2b",
+    "#172e22",
     ("#b4bcc9", "#5cb8f0", "#f5955c", "#4cc9a0", "#e08fce", "#e0c14a", "#8fd8f2"),
 )
 
@@ -187,6 +187,12 @@ def plain_ticks(axis: Any, most: int) -> None:
 def label_of(metric: Mapping[str, Any]) -> str:
     unit = metric["unit"]
     return f"{metric['name']} ({unit})" if unit and unit not in metric["name"] else str(metric["name"])
+
+
+def legend(axes: Any) -> None:
+    """A legend, where there is anything to name."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")
 
 
 def decade_ticks(axis: Any, low: float, high: float) -> None:

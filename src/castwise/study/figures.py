@@ -17,6 +17,7 @@ from castwise.study._drawing import (
     colour_of,
     decade_ticks,
     label_of,
+    legend,
     line_of,
     mark_ends,
     mean_of,
@@ -148,7 +149,7 @@ def _curves(results: Mapping[str, Any], key: str, title: str, label: str) -> Fig
             axes.set_yscale("log")
         axes.set_xlabel("step")
         axes.set_ylabel(label)
-        axes.legend(loc="best")
+        legend(axes)
 
     return Figure(
         key,
@@ -173,7 +174,9 @@ def _draw_arm(
     for where, values in runs:
         axes.plot(where, values, color=colour, alpha=0.3, linewidth=0.9)
     broad = {"linewidth": 5.0, "alpha": 0.45} if name == "fp32" else {"linewidth": 2.0}
-    axes.plot(*mean_of(steps, series), color=colour, linestyle=line_of(results, name), label=name, **broad)
+    where, mean = mean_of(steps, series)
+    if where:
+        axes.plot(where, mean, color=colour, linestyle=line_of(results, name), label=name, **broad)
     mark_ends(axes, results["arms"][name], runs, colour)
     return [value for _, values in runs for value in values]
 
@@ -191,7 +194,7 @@ def _scale(results: Mapping[str, Any]) -> Figure:
             axes.set_ylim(low / 4, high * 4)
         axes.set_xlabel("step")
         axes.set_ylabel("loss scale")
-        axes.legend(loc="best")
+        legend(axes)
 
     return Figure(
         "scale",
@@ -236,7 +239,7 @@ def _drift(results: Mapping[str, Any], metric: Mapping[str, Any]) -> Figure | No
         late = [value for runs in rows.values() for run in runs for value in run[len(run) // 3 :]]
         reach = max([3.0 * margin, *(1.3 * abs(value) for value in late)])
         axes.set_ylim(-reach, reach)
-        axes.legend(loc="best")
+        legend(axes)
 
     return Figure(
         "drift",
@@ -306,7 +309,7 @@ def _direction(results: Mapping[str, Any]) -> Figure | None:
         axes.set_yscale("log")
         axes.set_xlabel("step")
         axes.set_ylabel("1 − cosine")
-        axes.legend(loc="best")
+        legend(axes)
 
     return Figure(
         "direction",
@@ -328,13 +331,13 @@ def _skips(results: Mapping[str, Any]) -> Figure:
             running = [sum(total[: i + 1]) for i in range(length)]
             axes.plot(
                 [0, *arm["evaluated_at"][:length]], [0, *running], color=colour_of(results, name, theme),
-                linestyle=line_of(results, name), linewidth=2, drawstyle="steps-post", label=name,
+                linestyle=line_of(results, name), linewidth=2, label=name,
             )  # fmt: skip
         axes.set_ylim(bottom=0)
         axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
         axes.set_ylabel("skipped steps, all seeds")
-        axes.legend(loc="best")
+        legend(axes)
 
     said = "; ".join(f"{name} {sum(arm['skipped_steps'])}" for name, arm in results["arms"].items())
     return Figure(

@@ -85,6 +85,6 @@ def _said(free: Sequence[str], what: str) -> str:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    if len(paths) <= 3:
-        return ", ".join(paths)
-    return f"{', '.join(paths[:3])} and {len(paths) - 3} more layers"
+    named = ", ".join(paths[:3])
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return f"{'layers' if len(paths) > 1 else 'layer'} {named}{more}"

@@ -67,8 +67,8 @@ def limits(results: Mapping[str, Any]) -> list[str]:
         and settings["seeds"] > 1
     ):
         said.append(
-            f"Every run that is compared gave the same {metric['name']} as fp32's, so that how small a difference would "
-            f"have shown cannot be estimated."
+            f"Every run that is compared gave the same {metric['name']} as fp32's: how small a difference would have "
+            f"shown cannot be estimated."
         )
     elif detectable is None:
         said.append(f"With {settings['seeds']} seeds, no difference in {metric['name']} can be told from luck.")
