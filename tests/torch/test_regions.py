@@ -5,6 +5,7 @@ exported.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import threading
 
@@ -373,6 +374,26 @@ def test_a_kept_cast_follows_a_scalers_step(fused):
         assert scaler.stepped
         got = layer(x).float()
     assert torch.allclose(got, (x @ layer.weight.t()), atol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("context", ["region", "disabled scaler", "island", "torch.autocast"])
+def test_a_kept_cast_follows_a_fused_step_without_a_scaler(kind, context):
+    layer, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+    optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=0.5, fused=True)
+    disabled = GradScaler("cpu", enabled=False)
+    around = {"island": region(enabled=False), "torch.autocast": torch.autocast("cpu", dtype=BF16)}
+    with region():
+        layer(x).float().sum().backward()
+        before = layer.weight.detach().clone()
+        with around.get(context, contextlib.nullcontext()):
+            if context == "disabled scaler":
+                disabled.step(optimizer)
+            else:
+                optimizer.step()
+        got = layer(x).float()
+    assert not torch.equal(layer.weight, before)
+    assert torch.allclose(got, x @ layer.weight.t(), atol=0.05)
 
 
 def test_writes_that_no_counter_sees_are_caught_in_debug_mode_and_cured_by_refresh():

@@ -52,6 +52,7 @@ class Call:
         no_kernel: 16-bit dtypes for which this device has no kernel.
         descend: the body of a Python composite, to be entered instead of cast as one op.
         emulate_as: what to run instead of an op that, emulated as one call, would not round between its steps.
+        untold: a fused optimizer's update: it writes weights without telling the version counter, and is not cast.
         reason: what decided.
     """
 
@@ -67,6 +68,7 @@ class Call:
     no_kernel: frozenset[torch.dtype] = frozenset()
     descend: Function | None = None
     emulate_as: Function | None = None
+    untold: bool = False
     reason: str = ""
 
 

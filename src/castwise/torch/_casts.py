@@ -121,6 +121,14 @@ def _is_weight(x: torch.Tensor) -> bool:
     return torch._C._get_dispatch_mode(_PROXY) is None and torch._C._get_tracing_state() is None
 
 
+def run_and_tell(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an update that writes its first argument, a list of weights, untold, and tell their version counters."""
+    result = function(*args, **kwargs)
+    written = args[0] if args else kwargs.get("self", ())
+    torch.autograd.graph.increment_version([x for x in written if not x.is_inference()])
+    return result
+
+
 def _address(x: torch.Tensor) -> int:
     try:
         return x.data_ptr()

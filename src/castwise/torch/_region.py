@@ -27,7 +27,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ._calls import Call, Casting
-from ._casts import CastCache
+from ._casts import CastCache, run_and_tell
 from ._functions import trace_as
 from ._rules import Rules
 from .record import event
@@ -104,6 +104,8 @@ class Region(TorchFunctionMode):
             call = self.rules.learn(func)
             if call is None:
                 return func(*args, **kwargs)
+        if call.untold:  # whoever steps it, and in whatever context: the weights are the same
+            return func(*args, **kwargs) if _compiling() else run_and_tell(func, args, kwargs)
         if _compiling():
             return self._traced(call, func, args, kwargs)
         if not self._covers_this_call():

@@ -91,6 +91,8 @@ class Rules:
             return Call(
                 info.name, Rule.WIDEST, descend=info.descend, reason="a Python composite: its own calls are decided"
             )
+        if _writes_untold(function):
+            return Call(info.name, Rule.WIDEST, untold=True, reason="an optimizer's update: kept casts get old by it")
         entry = info.entry
         if isinstance(function, types.FunctionType) and entry is None:
             return None
@@ -137,6 +139,12 @@ class Rules:
         carrier = arithmetic(self.device_type, fmt).dtype
         own_kernel = Arithmetic(fmt, carrier, emulated=False)  # the kernel is the user's: it gets tensors of that dtype
         return Call(name, Rule.LOW, arithmetic=own_kernel, reason=reason)
+
+
+def _writes_untold(function: Function) -> bool:
+    """Whether this is one of torch's fused optimizer updates, which write weights behind the version counter."""
+    name = getattr(function, "__name__", "").partition(".")[0]  # an overload's name ends in ".default"
+    return name.startswith("_fused_") and name.endswith("_")
 
 
 def _torch_follows(entry: OpEntry | None) -> bool:
