@@ -574,7 +574,9 @@ def test_evaluation_regions_nest_and_can_log() -> None:
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_tf32_is_set_for_cuda_and_put_back() -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["free", "flags frozen"])
+def test_tf32_is_set_for_cuda_and_put_back(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not frozen)
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     for allowed, kind in itertools.product((True, False), ("cuda", "cpu")):
         with pytest.raises(ZeroDivisionError), tf32(kind, allowed):

@@ -46,6 +46,13 @@ def tf32(device_type: str, allowed: bool) -> Iterator[None]:
         restore()
 
 
+# What torch's own `flags()` contexts use: a program may have forbidden changes of these flags outside of a bracket, and
+# the change here is one, as it is undone when the region is left.
+_bracketed: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch.backends, "__allow_nonbracketed_mutation"
+)
+
+
 def _set_tf32(allowed: bool) -> Callable[[], None]:
     cudnn = torch.backends.cudnn
     try:
@@ -54,12 +61,14 @@ def _set_tf32(allowed: bool) -> Callable[[], None]:
         return _set_precisions("tf32" if allowed else "ieee")
     if (before[0] != "highest") != allowed:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
-    cudnn.allow_tf32 = allowed
+    with _bracketed():
+        cudnn.allow_tf32 = allowed
 
     def restore() -> None:
         if torch.get_float32_matmul_precision() != before[0]:
             torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32 = before[1]
+        with _bracketed():
+            cudnn.allow_tf32 = before[1]
 
     return restore
 
