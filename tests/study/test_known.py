@@ -9,7 +9,7 @@ import pytest
 
 from castwise.policy import Policy
 from castwise.study import study
-from castwise.study.tasks.digits import Digits
+from castwise.study.tasks.digits import ConvNet, Digits
 from castwise.study.tasks.text import GPT, Text
 
 KNOWN = Path(__file__).parent / "known"
@@ -65,17 +65,20 @@ def test_healthy_tasks_are_not_called_unsafe(tmp_path: Path, task: str) -> None:
 
 
 class QuickDigits(Digits):
-    """The built-in task, a good half of it."""
+    """The built-in task with half as many channels and steps."""
 
     steps, seeds, evaluate_every = 120, 3, 20
     _batch_size = 32
+
+    def model(self, seed: int = 0) -> ConvNet:
+        return ConvNet(width=8)
 
 
 class QuickText(Text):
     """The built-in task with a narrower model and shorter pieces of text."""
 
-    steps, seeds, evaluate_every, margin = 120, 3, 20, 0.1
-    _context, _batch_size, _validation_batches = 32, 8, 4
+    steps, seeds, evaluate_every, margin = 100, 3, 20, 0.1
+    _context, _batch_size, _validation_batches = 32, 8, 2
 
     def model(self, seed: int = 0) -> GPT:
         return GPT(96, self._context, width=32, layers=1)
