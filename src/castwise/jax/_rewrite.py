@@ -1,4 +1,4 @@
-"""One jaxpr into another that computes in the formats a policy or a plan decides.
+"""One jaxpr into another that computes in the formats a policy decides.
 
 The alternative, an interpreter that casts while it binds one primitive after another, has to be traced again, loses
 track inside every primitive that holds a jaxpr, and is slow: the caches that make JAX trace a layer once do not see it.
@@ -80,14 +80,13 @@ class Record:
 
 
 class Rewriter:
-    """Rewrites jaxprs by the choices of one policy or plan. Keeps what it has rewritten as long as the original lives.
+    """Rewrites jaxprs by the choices of one policy. Keeps what it has rewritten as long as the original lives.
 
     Args:
         choose: the choice for a primitive in a layer.
         layered: whether layers matter to ``choose``; if not, a jaxpr is rewritten once wherever it is used.
         records: a list that receives a ``Record`` of each equation; it turns keeping off.
         castable: dtypes that may be changed.
-        at: choices by path of the equation, for plans; it turns keeping off.
     """
 
     def __init__(
@@ -97,13 +96,11 @@ class Rewriter:
         layered: bool = False,
         records: list[Record] | None = None,
         castable: frozenset[DType] = CASTABLE,
-        at: dict[str, Choice] | None = None,
     ) -> None:
         self.choose = choose
         self.layered = layered or records is not None
         self.records = records
         self.castable = castable
-        self.at = at
         from ._control import HANDLERS  # it needs this module's classes
 
         self.handlers = HANDLERS
@@ -117,7 +114,7 @@ class Rewriter:
 
     def jaxpr(self, jaxpr: Jaxpr, types: Sequence[InType], layer: str = "", path: str = "") -> Rewritten:
         """``jaxpr`` for inputs of other dtypes. Its constants keep theirs; its results have whatever dtype they get."""
-        if self.records is not None or self.at is not None:
+        if self.records is not None:
             return Body(self, jaxpr, types, layer, path).rewritten()
         kept = self._kept.setdefault(jaxpr, {})
         key = (tuple(types), layer if self.layered else "")
@@ -170,9 +167,7 @@ class Body:
             if handler is not None:
                 handler(self, eqn, layer, path)
                 continue
-            at = self.rewriter.at
-            choice = at.get(path) if at is not None else None
-            self.plain(eqn, choice or choose(eqn.primitive.name, layer), layer, path)
+            self.plain(eqn, choose(eqn.primitive.name, layer), layer, path)
         outs = [self.read(var) for var in self.old.outvars]
         jaxpr = Jaxpr(
             self.constvars,

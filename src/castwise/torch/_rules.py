@@ -50,11 +50,6 @@ class Rules:
                 self.calls[function] = call
 
     @property
-    def low_dtype(self) -> torch.dtype:
-        """The dtype of low tensors under this policy."""
-        return arithmetic(self.device_type, self.policy.low_format).dtype
-
-    @property
     def emulated(self) -> bool:
         """Whether products in the policy's format are emulated on this type of device."""
         return arithmetic(self.device_type, self.policy.low_format).emulated
