@@ -36,7 +36,11 @@ Function = Callable[..., Any]
 
 _ACTIVE: contextvars.ContextVar[tuple[Region, ...]] = contextvars.ContextVar("castwise_regions", default=())
 _hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-_compiling = torch.compiler.is_compiling
+_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+_grad_enabled = torch.is_grad_enabled
+_deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_frame = sys._getframe
+_NEW: Any = object()  # not None: that is the answer for a callable that is known to need nothing
 # Types of device for which an inner region has the call that is being traced. Only tracers write it.
 _TRACED: dict[str, bool] = collections.defaultdict(bool)
 
@@ -53,6 +57,7 @@ class Region(TorchFunctionMode):
         self.enabled = enabled
         self.log = log
         self.calls = rules.calls
+        self.seen = rules.seen
         self.casting = Casting(rules.device_type, cache)
         self._depth = 0
         self._suspended: bool | None = None
@@ -94,39 +99,37 @@ class Region(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        call = self.calls.get(func)
-        if call is None:
-            if _compiling():  # a tracer's own handle on a Python method of Tensor is not equal to the method
-                return trace_as(func)(*args, **kwargs)
-            if self.rules.passes(func):
-                return func(*args, **kwargs)
+        if _traced_by_dynamo():
+            return self._traced(func, args, kwargs or {})
+        # Every call of a program passes here: what is known to need nothing costs one look-up.
+        call = self.seen.get(func, _NEW)
+        if call is _NEW:
             call = self.rules.learn(func)
-            if call is None:
-                return func(*args, **kwargs)
+        if call is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         if call.untold:  # whoever steps it, and in whatever context: the weights are the same
-            return func(*args, **kwargs) if _compiling() else run_and_tell(func, args, kwargs)
-        if _compiling():
-            return self._traced(call, func, args, kwargs)
-        if not self._covers_this_call():
-            return func(*args, **kwargs)
-        if not self.enabled:
+            return run_and_tell(func, args, kwargs)
+        if not self._covers_this_call() or not self.enabled:
             return func(*args, **kwargs)
         if call.descend is not None:
             with self:
                 return call.descend(*args, **kwargs)
         if self.log is not None:
             return self._logged(call, func, args, kwargs)
-        return self.casting.run(call, func, args, kwargs)
+        return self.casting.quick(call, func, args, kwargs)
 
-    def _traced(self, call: Call, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call under a compiler, which follows neither context variables nor checkpoints' internals.
 
         The innermost region sees a call first. While it has it, the regions around it for the same type of device are
         told to leave it alone.
         """
+        call = self.calls.get(func)
+        if call is None:  # a tracer's own handle on a Python method of Tensor is not equal to the method
+            return trace_as(func)(*args, **kwargs)
         device = self.rules.device_type
-        if _TRACED[device]:
+        if call.untold or _TRACED[device]:
             return func(*args, **kwargs)
         if call.descend is not None and self.enabled:
             with self:
@@ -141,14 +144,21 @@ class Region(TorchFunctionMode):
         """Not another task's call, nor one inside a region or a plain torch.autocast entered after us; and
         checkpoints follow us.
         """
-        if _innermost(_ACTIVE.get(), self.rules.device_type) is not self or _autocast_depth() > self._depth:
+        regions = _ACTIVE.get()
+        if not (regions and regions[-1] is self) and _innermost(regions, self.rules.device_type) is not self:
             return False
-        if _in_compiled_graph(sys._getframe(2)):
+        depth = _deeper() - 1  # there is no call that only reads it
+        _shallower()
+        if depth > self._depth:
+            return False
+        caller = _frame(2)
+        path = caller.f_code.co_filename
+        if (path[0] == "<" or path in _RELAYS) and _in_compiled_graph(caller):
             return False  # its casts were decided when it was traced
         hooks = _hooks_on_top(False)
         if hooks is not None:
             _recompute_inside(hooks[0])
-        elif self.grad_at_entry and not torch.is_grad_enabled():
+        elif self.grad_at_entry and not _grad_enabled():
             _reentrant_recompute_inside()
         return True
 
@@ -181,21 +191,24 @@ def current_region(device_type: str | None = None) -> Region | None:
 
 
 _FRAMES_TO_COMPILER = 12  # from the code of a compiled graph up to the part of torch that called it
-_OPS_FILE = torch._ops.__file__  # OpOverload.__call__ is a frame of its own
+# Generated code calls some ops through frames of torch's: OpOverload.__call__, and the interpreter of graphs.
+_RELAYS = frozenset({torch._ops.__file__, torch.fx.interpreter.__file__})
 
 
 def _in_compiled_graph(caller: types.FrameType | None) -> bool:
     """Whether a call was made by a graph that torch.compile runs: generated code, and not a user's own FX model."""
-    if caller is not None and caller.f_code.co_filename == _OPS_FILE:
+    generated = False
+    while caller is not None and caller.f_code.co_filename in _RELAYS:
+        generated = generated or caller.f_code.co_filename != torch._ops.__file__
         caller = caller.f_back
-    if caller is None or not caller.f_code.co_filename.startswith("<eval_with_key"):
+    if caller is None or not (generated or caller.f_code.co_filename.startswith("<eval_with_key")):
         return False
-    frame = caller.f_back
+    frame: types.FrameType | None = caller
     for _ in range(_FRAMES_TO_COMPILER):
         if frame is None:
             return False
         path = frame.f_code.co_filename
-        if "/_dynamo/" in path or "/_functorch/" in path:
+        if "/_dynamo/" in path or "/_functorch/" in path or "/_inductor/" in path:
             return True
         if "/torch/" not in path and not path.startswith("<"):
             return False
@@ -204,8 +217,8 @@ def _in_compiled_graph(caller: types.FrameType | None) -> bool:
 
 
 def _autocast_depth() -> int:
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
+    depth = _deeper() - 1  # there is no call that only reads it
+    _shallower()
     return int(depth)
 
 

@@ -35,7 +35,7 @@ class Rules:
 
     `calls` maps callables to their `Call`; a callable that is not in it is passed through. It is complete for
     torch's own functions from the start, as compilers read it while tracing; others are learnt when they are first
-    seen.
+    seen. `seen` is the same for code that runs: it also has None for what is known to need nothing.
     """
 
     def __init__(self, policy: Policy, device_type: str, layer: str) -> None:
@@ -43,23 +43,17 @@ class Rules:
         self.device_type = device_type
         self.layer = layer
         self.calls: dict[Function, Call] = {}
-        self._passed: set[Function] = set()
+        self.seen: dict[Function, Call | None] = {}
         for function, info in known_functions().items():
             call = self._call(function, info)
             if call is not None:
                 self.calls[function] = call
+        self.seen.update(self.calls)
 
     @property
     def emulated(self) -> bool:
         """Whether products in the policy's format are emulated on this type of device."""
         return arithmetic(self.device_type, self.policy.low_format).emulated
-
-    def passes(self, function: Function) -> bool:
-        """Whether a callable is known to need nothing."""
-        try:
-            return function in self._passed
-        except TypeError:
-            return True
 
     def learn(self, function: Function) -> Call | None:
         """Decide for a callable that was not known when the table was made (custom ops, overloads, getters)."""
@@ -67,16 +61,15 @@ class Rules:
             call = None
         else:
             call = self._call(function, describe(function))
-        if call is None:
-            self._passed.add(function)
-        else:
+        self.seen[function] = call
+        if call is not None:
             self.calls[function] = call
         return call
 
     def forget(self, function: Function) -> None:
         """Decide anew when `function` is next seen (its registration changed)."""
         self.calls.pop(function, None)
-        self._passed.discard(function)
+        self.seen.pop(function, None)
 
     def _call(self, function: Function, info: FunctionInfo) -> Call | None:
         own = registered_rule(function)
