@@ -267,7 +267,7 @@ def test_a_task_made_inside_is_inside_while_the_region_lasts() -> None:
     assert asyncio.run(parent()) == [BF16, BF16, FP32]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "error::torch.jit.TracerWarning")
 def test_a_traced_module_keeps_the_casts_of_the_region_it_was_traced_in() -> None:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     with autocast("cpu", dtype=BF16):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from castwise.policy import Rule
 
@@ -32,6 +34,17 @@ _CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _LOW = frozenset({torch.float16, torch.bfloat16})
 _SMALLEST_LIMIT = torch.finfo(torch.float16).max
 _DENSE = frozenset({torch.strided, torch.jagged})
+
+# For a first look at a call's arguments: one bit per format that a region casts, one for every other floating one.
+_BITS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 4}
+_BITS |= {dtype: 8 for dtype in _WIDTH if dtype not in _BITS}
+_LOW_BITS, _WIDE_BIT, _OTHER_BIT = 1 | 2, 4, 8
+_UNUSUAL = -1
+# Arguments that hold no tensor. Lists and tuples count when they begin with a number: sizes, strides, dimensions.
+_NUMBERS = frozenset({int, float, bool})
+_PLAIN = frozenset({*_NUMBERS, type(None), str, torch.Size, torch.dtype, torch.device, torch.memory_format})
+_TO = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
+_IS_ON = {kind: getattr(torch.Tensor, f"is_{kind}").__get__ for kind in ("cpu", "cuda", "xpu", "mps")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +88,84 @@ class Call:
 class Casting:
     """Applies calls on one type of device, with kept casts of weights."""
 
-    __slots__ = ("cache", "device_type")
+    __slots__ = ("_is_here", "cache", "device_type")
 
     def __init__(self, device_type: str, cache: CastCache) -> None:
         self.device_type = device_type
         self.cache = cache
+        self._is_here: Callable[[torch.Tensor], bool] = _IS_ON.get(device_type, self._is_on_device)
+
+    def _is_on_device(self, x: torch.Tensor) -> bool:
+        return x.device.type == self.device_type
+
+    # ---- most calls ----
+
+    def quick(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`run`, in one look at the arguments where they are what they mostly are: plain dense tensors of the three
+        formats, and numbers. An op on small tensors takes a few microseconds, so this is written to the metal.
+        """
+        if call.only_constants and not _has_large_constant(args, kwargs):
+            return function(*args, **kwargs)
+        seen = self._seen(args)
+        if seen < 0 or seen & _OTHER_BIT or call.stores_constant:
+            return self.run(call, function, args, kwargs)
+        if kwargs:
+            for key, value in kwargs.items():
+                if type(value) not in _PLAIN or (key == "dtype" and value is not None):
+                    return self.run(call, function, args, kwargs)
+        rule = call.rule
+        if rule is Rule.LOW and not call.writes_first:
+            return self._quick_low(call, function, args, kwargs, seen)
+        if rule is Rule.HIGH and not call.writes_first:
+            if not seen & _LOW_BITS:
+                return function(*args, **kwargs)
+            if call.wide is torch.float32:
+                wide = [x.float() if _BITS.get(getattr(x, "dtype", None), 0) & _LOW_BITS else x for x in args]
+                return function(*wide, **kwargs)
+        elif not seen & (seen - 1) and not call.no_kernel:
+            return function(*args, **kwargs)  # one format, or none
+        return self.run(call, function, args, kwargs)
+
+    def _quick_low(
+        self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int
+    ) -> Any:
+        arithmetic = call.arithmetic
+        assert arithmetic is not None
+        dtype, emulated = arithmetic.dtype, arithmetic.emulated
+        if seen == 0 or (not emulated and seen == _BITS[dtype]):
+            return function(*args, **kwargs)
+        if call.contracts and _sums_nothing(args[0]):
+            return self.run(call, function, args, kwargs)
+        enter, key = (arithmetic.enter, arithmetic.fmt.name) if emulated else (_TO[dtype], dtype)
+        keep = self.cache.get
+        low: list[Any] = []
+        for x in args:
+            if type(x) is Parameter:
+                x = keep(x, key, enter)
+            elif type(x) is Tensor and x.dtype in _BITS and (emulated or x.dtype is not dtype):
+                x = enter(x) if x._base is None and not (x.requires_grad and x.is_leaf) else keep(x, key, enter)
+            low.append(x)
+        result = (call.emulate_as or function)(*low, **kwargs)
+        if not emulated:
+            return result
+        return arithmetic.leave(result) if type(result) is Tensor else self._mapped(result, arithmetic.leave, _CASTABLE)
+
+    def _seen(self, args: tuple[Any, ...]) -> int:
+        """The formats of the tensors among flat arguments, as bits; `_UNUSUAL` for what needs a closer look."""
+        seen, is_here = 0, self._is_here
+        for x in args:
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                bit = _BITS.get(x.dtype)
+                if bit is not None:
+                    if x.layout is not torch.strided or not is_here(x):
+                        return _UNUSUAL
+                    seen |= bit
+            elif kind not in _PLAIN and not ((kind is tuple or kind is list) and x and type(x[0]) in _NUMBERS):
+                return _UNUSUAL
+        return seen
+
+    # ---- every call ----
 
     def run(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the arguments as decided and run the op."""
@@ -104,7 +190,8 @@ class Casting:
         for x in floats:
             if x.dtype not in _CASTABLE or x.layout not in _DENSE:  # float64, complex, sparse: not ours to round
                 return self._follow(call, function, args, kwargs, floats)
-        if call.contracts and floats and args[0] is floats[0] and floats[0].shape[-1:] == (1,):
+        first = args[0] if args else kwargs.get("input")
+        if call.contracts and floats and first is floats[0] and _sums_nothing(floats[0]):
             return self._follow(
                 call, function, args, kwargs, floats
             )  # an outer product: nothing to gain by rounding it
@@ -147,6 +234,10 @@ class Casting:
         self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
     ) -> Any:
         """The format of the destination, else the widest among the arguments."""
+        if call.wide_parameters and _low_beside_wide(floats):
+            target: torch.dtype | None = floats[0].dtype
+            if target not in call.no_kernel:
+                return function(*args, **kwargs)
         target = _target(call, args, kwargs, floats)
         if target is None:
             return function(*args, **kwargs)
@@ -160,7 +251,7 @@ class Casting:
             args = tuple([_fit(a, target) for a in args])
             kwargs = {k: _fit(v, target) for k, v in kwargs.items()}
         others = frozenset({x.dtype for x in floats} - {target})
-        if not others or (call.wide_parameters and floats[0].dtype in _LOW and others == {torch.float32}):
+        if not others:
             return function(*args, **kwargs)
 
         def cast(x: torch.Tensor) -> torch.Tensor:
@@ -231,6 +322,23 @@ class Casting:
         return tree
 
 
+def _sums_nothing(x: torch.Tensor) -> bool:
+    """Whether the last dimension has length 1. `torch.jit.trace` would warn of a decision by shape: this is one."""
+    tracing = torch._C._get_tracing_state()
+    if tracing is None:
+        return x.dim() > 0 and x.size(-1) == 1
+    torch._C._set_tracing_state(None)
+    try:
+        return x.dim() > 0 and x.size(-1) == 1
+    finally:
+        torch._C._set_tracing_state(tracing)
+
+
+def _low_beside_wide(floats: list[torch.Tensor]) -> bool:
+    """Whether a 16-bit tensor leads float32 ones: a norm's input, and its parameters and statistics."""
+    return bool(floats) and floats[0].dtype in _LOW and all(x.dtype is torch.float32 for x in floats[1:])
+
+
 def _target(
     call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
 ) -> torch.dtype | None:
@@ -251,9 +359,11 @@ def _target(
 
 def _has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for a in (*args, *kwargs.values()) if kwargs else args:
-        if (type(a) is float or type(a) is int) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
-            return True
-        if isinstance(a, torch.Tensor) and not a.dim() and len(args) > 1:
+        kind = type(a)
+        if kind is float or kind is int:
+            if not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
+                return True
+        elif (kind is Tensor or isinstance(a, Tensor)) and not a.dim() and len(args) > 1:
             return True  # a constant in a 0-d tensor
     return False
 

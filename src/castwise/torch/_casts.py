@@ -19,6 +19,8 @@ from torch.nn import Parameter
 from castwise.errors import CastwiseError
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_dispatch_mode, _tracing_state = torch._C._get_dispatch_mode, torch._C._get_tracing_state
+_of_functorch, _grad_enabled = torch._C._functorch.is_functorch_wrapped_tensor, torch.is_grad_enabled
 _VIEWS_KEPT = 64  # per weight: a loop over slices of a table must not pile up memory
 
 _WEIGHTS_KEPT = 8192  # more than the largest models have; a bound for regions that make modules in a loop
@@ -53,12 +55,19 @@ class CastCache:
 
     def get(self, x: torch.Tensor, key: object, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`cast(x)`, kept while `x` is a weight (or a view of one) that is not written."""
-        weight = x if x._base is None else x._base
-        if not self.capacity or not _is_weight(weight):
+        base = x._base
+        weight = x if base is None else base
+        entry = self._kept.get(id(weight))
+        if entry is None or entry[0]() is not weight:
+            if not self.capacity or not _is_weight(weight):
+                return cast(x)
+            kept = self._of(weight)
+        elif _traced():
             return cast(x)
-        differentiable = x.requires_grad and torch.is_grad_enabled()
-        geometry = None if weight is x else (x.storage_offset(), x.size(), x.stride(), x.is_conj(), x.is_neg())
-        kept = self._of(weight)
+        else:
+            kept = entry[1]
+        differentiable = x.requires_grad and _grad_enabled()
+        geometry = None if base is None else (x.storage_offset(), x.size(), x.stride(), x.is_conj(), x.is_neg())
         version, address = weight._version, _address(weight)
         found = kept.get((geometry, key, True))
         if (found is None or found.version != version or found.address != address) and not differentiable:
@@ -75,20 +84,17 @@ class CastCache:
         return made
 
     def _of(self, weight: torch.Tensor) -> dict[Any, _Kept]:
-        number = id(weight)
-        entry = self._kept.get(number)
-        if entry is None or entry[0]() is not weight:
-            table = self._kept
+        """The table of a weight that has none yet."""
+        number, table = id(weight), self._kept
 
-            def forget(_: object) -> None:
-                table.pop(number, None)
+        def forget(_: object) -> None:
+            table.pop(number, None)
 
-            if (
-                len(self._kept) >= _WEIGHTS_KEPT
-            ):  # a cast that is part of a graph keeps its weight alive: let the oldest go
-                self._kept.pop(next(iter(self._kept)), None)
-            entry = self._kept[number] = (weakref.ref(weight, forget), {})
-        return entry[1]
+        if len(table) >= _WEIGHTS_KEPT:  # a cast that is part of a graph keeps its weight alive: let the oldest go
+            table.pop(next(iter(table)), None)
+        casts: dict[Any, _Kept] = {}
+        table[number] = (weakref.ref(weight, forget), casts)
+        return casts
 
     def _compare(self, kept: torch.Tensor, x: torch.Tensor, cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
         fresh = _plain(x, cast)
@@ -115,10 +121,14 @@ def _is_weight(x: torch.Tensor) -> bool:
         x.requires_grad or kind is Parameter or (kind is not torch.Tensor and isinstance(x, Parameter))
     ):
         return False
-    if x.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.is_inference() or _of_functorch(x):
         return False  # no version counter; a transform's own tensor
-    # A tracer must see the cast itself.
-    return torch._C._get_dispatch_mode(_PROXY) is None and torch._C._get_tracing_state() is None
+    return not _traced()
+
+
+def _traced() -> bool:
+    """Whether a tracer is at work, which must see the cast itself."""
+    return _dispatch_mode(_PROXY) is not None or _tracing_state() is not None
 
 
 def run_and_tell(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
