@@ -120,7 +120,7 @@ class Casting:
             if not seen & _LOW_BITS:
                 return function(*args, **kwargs)
             if call.wide is torch.float32:
-                wide = [x.float() if _BITS.get(getattr(x, "dtype", None), 0) & _LOW_BITS else x for x in args]
+                wide = [x.float() if getattr(x, "dtype", None) in _LOW else x for x in args]
                 return function(*wide, **kwargs)
         elif not seen & (seen - 1) and not call.no_kernel:
             return function(*args, **kwargs)  # one format, or none
@@ -192,9 +192,7 @@ class Casting:
                 return self._follow(call, function, args, kwargs, floats)
         first = args[0] if args else kwargs.get("input")
         if call.contracts and floats and first is floats[0] and _sums_nothing(floats[0]):
-            return self._follow(
-                call, function, args, kwargs, floats
-            )  # an outer product: nothing to gain by rounding it
+            return self._follow(call, function, args, kwargs, floats)  # an outer product: nothing to gain by rounding
         dtype = arithmetic.dtype
         if not arithmetic.emulated and all(x.dtype is dtype for x in floats):
             return function(*args, **kwargs)
@@ -324,14 +322,15 @@ class Casting:
 
 def _sums_nothing(x: torch.Tensor) -> bool:
     """Whether the last dimension has length 1. `torch.jit.trace` would warn of a decision by shape: this is one."""
-    tracing = torch._C._get_tracing_state()
-    if tracing is None:
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    if state is None:
         return x.dim() > 0 and x.size(-1) == 1
-    torch._C._set_tracing_state(None)
+    tracer._set_tracing_state(None)
     try:
         return x.dim() > 0 and x.size(-1) == 1
     finally:
-        torch._C._set_tracing_state(tracing)
+        tracer._set_tracing_state(state)
 
 
 def _low_beside_wide(floats: list[torch.Tensor]) -> bool:
