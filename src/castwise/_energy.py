@@ -78,7 +78,7 @@ def score(graph: Graph, costs: Costs, risks: Risks, labels: Bools) -> Score:
     """What the model costs with ops labelled ``labels`` (true where LOW)."""
     used = usage(graph, costs.fmt, labels)
     seconds = np.where(labels, costs.low, costs.high).sum() + costs.down[used.cast_down].sum()
-    noise = risks.op_noise[labels].sum() + risks.cast_noise[used.rounded].sum()
+    noise = risks.op_noise[labels].sum() + risks.rounding(graph, labels, used.rounded).sum()
     saved = saved_bytes(graph, costs, used).sum() if graph.training else 0.0
     return Score(float(seconds + costs.up[used.cast_up].sum()), float(noise), float(saved))
 

@@ -108,6 +108,11 @@ class GraphIndex:
             accumulates=np.array([op.accumulates for op in ops], float),
         )
 
+    def read(self, tensor: int, op: int) -> int:
+        """Position in ``reads`` of the pair of a tensor and an op that reads it."""
+        first, last = np.searchsorted(self.reads.tensor, (tensor, tensor + 1))
+        return int(first + np.searchsorted(self.reads.op[first:last], op))
+
     def touching(self, per_tensor: Bools) -> Bools:
         """[ops] whether each reads or writes a tensor for which ``per_tensor`` holds."""
         found = np.zeros(self.ops, bool)

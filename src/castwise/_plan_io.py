@@ -208,6 +208,7 @@ def _risks_from_dict(data: Mapping[str, Any]) -> Risks:
         ranges={int(tensor): _range(seen) for tensor, seen in data["ranges"].items()},
         gradient_ranges={int(tensor): _range(seen) for tensor, seen in data["gradient_ranges"].items()},
         measured=data["measured"],
+        read_noise=_floats(data["read_noise"]),
     )
 
 

@@ -4,8 +4,9 @@ Every term of the energy has one of three shapes, and a minimum cut can represen
 
 - an op's own cost, which depends on its label alone;
 - a *low demand*: something is paid once where its owner is HIGH and any of its members is LOW. The down-cast of a
-  tensor (owner: who writes it, members: who reads it), the noise of that rounding, and the bytes of a 16-bit copy that
-  is saved for backward (members: who saves it, paid whoever owns it) are low demands;
+  tensor (owner: who writes it, members: who reads it), the noise of that rounding (for each reader one demand by
+  itself, where readers were priced one by one), and the bytes of a 16-bit copy that is saved for backward (members: who
+  saves it, paid whoever owns it) are low demands;
 - a *high demand*, its mirror image: paid once where its owner is LOW and any of its members is HIGH. Up-casts, and the
   bytes of an fp32 copy that is saved for backward.
 
@@ -181,10 +182,16 @@ def _down_casts(index: GraphIndex, roles: Roles, costs: Costs, risks: Risks) -> 
     split = reads.keep(in_kernel).any(index.tensors)
     all_readers = _amounts(index.tensors, seconds=np.where(split, 0.0, seconds), noise=risks.cast_noise)
     some_readers = _amounts(index.tensors, seconds=np.where(split, seconds, 0.0))
-    return [
+    demands = [
         Demands(all_readers, index.producer, outside, reads.tensor, reads.op),
         Demands(some_readers, index.producer, outside, reads.tensor[~in_kernel], reads.op[~in_kernel]),
     ]
+    if len(risks.read_noise):
+        noise = risks.read_noise[roundable[index.reads.tensor]]
+        never, number = np.zeros(len(noise), bool), np.arange(len(noise))
+        each = Demands(_amounts(len(noise), noise=noise), index.producer[reads.tensor], never, number, reads.op)
+        demands.append(each)
+    return demands
 
 
 def _up_casts(index: GraphIndex, roles: Roles, costs: Costs) -> Demands:

@@ -6,8 +6,11 @@ add in variance, which is what makes the total a sum that a minimum cut can mini
 outputs, not the loss: near a minimum the loss barely depends on them to first order.
 
 A front end feeds a :class:`RiskMeter` with a sensitivity and a range per tensor, batch by batch, and gets
-:class:`Risks`. One number per tensor serves twice: the same values are rounded where the op that writes the tensor is
-LOW and where the tensor stays fp32 and is cast down for LOW readers. Ops that only select or copy values round nothing.
+:class:`Risks`. The same values are rounded where the op that writes a tensor is LOW and where the tensor stays fp32 and
+is cast down for LOW readers, but not for the same readers: in the first case all of them see the rounding, in the
+second only the LOW ones. A residual stream that is read by a LOW product and added up in fp32 passes hardly any of the
+cast's noise on. So a tensor with several readers is priced once with its whole gradient, and once per reader with the
+part of the gradient that comes through that reader. Ops that only select or copy values round nothing.
 
 Where a framework has no autodiff, :func:`measure_groups` finds the sensitive ops by running the model instead.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -99,7 +102,7 @@ class Risks:
     op_accumulation: Floats
     """[ops] rounding inside the op, where it is LOW and does not accumulate in fp32."""
     cast_noise: Floats
-    """[tensors] rounding the tensor for LOW readers, where it is produced in fp32."""
+    """[tensors] rounding the tensor for LOW readers, where it is produced in fp32: paid once, whoever reads it."""
     range_share: Floats
     """[tensors] which share of the tensor's noise comes from values below the format's smallest normal."""
     reference: float = 1.0
@@ -110,6 +113,8 @@ class Risks:
     """By tensor, of its gradient."""
     measured: bool = True
     """False where nothing was calibrated: noise is then 0 and the catalogue's hazards decide instead."""
+    read_noise: Floats = field(default_factory=lambda: np.zeros(0))
+    """[pairs of ``graph.index.reads``] the same, paid by each LOW reader for itself; empty where no reader has any."""
 
     @classmethod
     def unmeasured(cls, graph: Graph, fmt: str) -> Self:
@@ -118,24 +123,50 @@ class Risks:
         return cls(fmt, ops, ops, tensors, tensors, measured=False)
 
     @classmethod
-    def from_sensitivities(cls, graph: Graph, fmt: str, total: Floats, range_part: Floats | None = None) -> Self:
-        """Risks from one sensitivity per tensor, in the graph's order; 0 for tensors that have none."""
+    def from_sensitivities(
+        cls,
+        graph: Graph,
+        fmt: str,
+        total: Floats,
+        range_part: Floats | None = None,
+        per_read: Floats | None = None,
+    ) -> Self:
+        """Risks from one sensitivity per tensor, in the graph's order; 0 for tensors that have none.
+
+        ``per_read`` are sensitivities of single readers, one per pair of ``graph.index.reads``, NaN where there is
+        none. A tensor for which there are some is priced by them wherever it is cast for LOW readers.
+        """
         index = graph.index
         total = np.where(index.floating, np.asarray(total, float), 0.0)
         part = np.zeros(index.tensors) if range_part is None else np.asarray(range_part, float)
         written: Floats = np.bincount(index.writes.op, total[index.writes.tensor], index.ops)  # type: ignore[assignment]
+        reads = np.full(len(index.reads.op), np.nan) if per_read is None else np.asarray(per_read, float)
+        known = ~np.isnan(reads)
+        by_reader = index.reads.keep(known).any(index.tensors)
+        # The caller of the model is one more reader, which reads all of what it gets.
+        by_reader &= ~(index.keeps_format & np.array([tensor.format == fmt for tensor in graph.tensors], bool))
         return cls(
             fmt,
             op_values=np.where(index.selects, 0.0, written),
             op_accumulation=np.where(index.selects, 0.0, accumulation_noise(written, index.accumulates)),
-            cast_noise=total,
+            cast_noise=np.where(by_reader, 0.0, total),
             range_share=np.divide(part, total, out=np.zeros(index.tensors), where=total > 0),
+            read_noise=np.where(known & by_reader[index.reads.tensor], reads, 0.0) if known.any() else np.zeros(0),
         )
 
     @property
     def op_noise(self) -> Floats:
         """[ops] all the noise that an op adds by being LOW."""
         return self.op_values + self.op_accumulation
+
+    def rounding(self, graph: Graph, low_ops: Bools, rounded: Bools) -> Floats:
+        """[tensors] the noise of rounding fp32 tensors for LOW readers: ``rounded`` are those that have any."""
+        noise = np.where(rounded, self.cast_noise, 0.0)
+        if len(self.read_noise):
+            reads = graph.index.reads
+            paid = np.where(low_ops[reads.op] & rounded[reads.tensor], self.read_noise, 0.0)
+            noise += np.bincount(reads.tensor, paid, len(noise))
+        return noise
 
     def relative(self, noise: float) -> float:
         """A noise as a relative root-mean-square error of the output."""
@@ -144,7 +175,10 @@ class Risks:
     def check(self, graph: Graph) -> None:
         """Raise PlanError unless these risks are finite, not negative, and fit the graph."""
         ops, tensors = len(graph.ops), len(graph.tensors)
-        for name, size in (("op_values", ops), ("op_accumulation", ops), ("cast_noise", tensors)):
+        sizes = {"op_values": ops, "op_accumulation": ops, "cast_noise": tensors}
+        if len(self.read_noise):
+            sizes["read_noise"] = len(graph.index.reads.op)
+        for name, size in sizes.items():
             values: Floats = getattr(self, name)
             if len(values) != size:
                 raise PlanError(f"Risks: `{name}` has {len(values)} entries for {size}. Make risks from this graph.")
@@ -158,12 +192,13 @@ class Risks:
     def breakdown(self, graph: Graph, low_ops: Bools, rounded: Bools) -> Breakdown:
         """Where the noise comes from, given which ops are LOW and which fp32 tensors are rounded for LOW readers."""
         index = graph.index
-        # A LOW op's range part is that of the tensors it writes, which its `op_values` is the sum of.
-        written_range = self.cast_noise * self.range_share
-        op_range = np.bincount(index.writes.op, written_range[index.writes.tensor], index.ops)
-        op_range = np.where(index.selects, 0.0, np.minimum(op_range, self.op_values))
-        cast_range = np.where(rounded, written_range, 0.0)
-        casts = np.where(rounded, self.cast_noise, 0.0) - cast_range
+        # Of what an op writes, mostly one tensor has all the noise: the op's share is that of its noisiest.
+        share = np.zeros(index.ops)
+        np.maximum.at(share, index.writes.op, self.range_share[index.writes.tensor])
+        op_range = self.op_values * share
+        casts = self.rounding(graph, low_ops, rounded)
+        cast_range = casts * self.range_share
+        casts = casts - cast_range
         return Breakdown(
             values=float((self.op_values - op_range)[low_ops].sum()),
             accumulation=float(self.op_accumulation[low_ops].sum()),
@@ -194,6 +229,7 @@ class RiskMeter:
         self._graph, self.fmt = graph, parse_format(fmt).name
         self._total = np.zeros(len(graph.tensors))
         self._range_part = np.zeros(len(graph.tensors))
+        self._per_read = np.full(len(graph.index.reads.op), np.nan)
         self._ranges: dict[int, RangeRecord] = {}
         self._gradients: dict[int, RangeRecord] = {}
         self._reference = 0.0
@@ -201,14 +237,26 @@ class RiskMeter:
 
     def add(self, tensor: int, measured: Sensitivity) -> None:
         """Add the sensitivity of a tensor in the current pass. Weights: of the gradient summed over the batch."""
-        if not (math.isfinite(measured.total) and measured.total >= 0):
-            name = self._graph.tensors[tensor].name
-            raise PlanError(
-                f"Tensor {name!r} has a sensitivity of {measured.total!r}: its fp32 gradient is not finite. Calibrate "
-                "on a batch on which the model is healthy."
-            )
+        self._check(tensor, measured.total)
         self._total[tensor] += measured.total
         self._range_part[tensor] += measured.range_part
+
+    def add_read(self, tensor: int, op: int, total: float) -> None:
+        """Add the sensitivity of a tensor to rounding it for one of its readers, op ``op``, in the current pass.
+
+        It is priced with the part of the gradient that comes through that reader. Add it for all readers or for none.
+        """
+        self._check(tensor, total)
+        pair = self._graph.index.read(tensor, op)
+        self._per_read[pair] = total if np.isnan(self._per_read[pair]) else self._per_read[pair] + total
+
+    def _check(self, tensor: int, total: float) -> None:
+        if not (math.isfinite(total) and total >= 0):
+            name = self._graph.tensors[tensor].name
+            raise PlanError(
+                f"Tensor {name!r} has a sensitivity of {total!r}: its fp32 gradient is not finite. Calibrate "
+                "on a batch on which the model is healthy."
+            )
 
     def add_all(self, total: Floats, range_part: Floats | None = None) -> None:
         """Add one sensitivity per tensor of the graph at once."""
@@ -233,15 +281,10 @@ class RiskMeter:
         """The averages over all passes. Raises PlanError where there was none."""
         if not self._passes:
             raise PlanError("No calibration pass was measured. Call end_pass() after each batch and projection.")
-        averaged = Risks.from_sensitivities(
-            self._graph, self.fmt, self._total / self._passes, self._range_part / self._passes
-        )
-        return Risks(
-            averaged.fmt,
-            averaged.op_values,
-            averaged.op_accumulation,
-            averaged.cast_noise,
-            averaged.range_share,
+        totals = (total / self._passes for total in (self._total, self._range_part, self._per_read))
+        averaged = Risks.from_sensitivities(self._graph, self.fmt, *totals)
+        return replace(
+            averaged,
             reference=self._reference / self._passes,
             ranges=dict(self._ranges),
             gradient_ranges=dict(self._gradients),

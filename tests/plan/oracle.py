@@ -26,6 +26,12 @@ class Case:
     risks: Risks
     pins: NDArray[np.int8]  # -1 free, 0 HIGH, 1 LOW
 
+    def read_noise(self, tensor: int, op: int) -> float:
+        """What op ``op`` alone pays for reading a rounded copy of ``tensor``."""
+        pairs = zip(self.graph.index.reads.tensor, self.graph.index.reads.op, strict=True)
+        found = dict(zip(pairs, self.risks.read_noise, strict=False))
+        return float(found.get((tensor, op), 0.0))
+
 
 @dataclass(frozen=True)
 class Enumerated:
@@ -74,6 +80,7 @@ def enumerate_labellings(case: Case) -> Enumerated:
             if not operands:
                 continue
             needs_rounding = needs_rounding | low[:, v]
+            noise += np.where(~is_low & low[:, v], case.read_noise(t, v), 0.0)
             if not op.fused:
                 needs_down = needs_down | low[:, v]
                 if not all(position in op.promotes for position in operands):
@@ -115,7 +122,9 @@ def random_case(rng: np.random.Generator, ops: int | None = None) -> Case:
     down = np.where(kept, 0.0, times(tensors))
     costs = Costs(LOW_FORMAT, times(count), times(count), down, times(tensors), kept)
     noise = times(tensors) * rng.integers(0, 2, tensors)
-    risks = Risks.from_sensitivities(graph, LOW_FORMAT, noise, noise * rng.random(tensors))
+    pairs = len(graph.index.reads.op)
+    per_read = np.where(rng.random(pairs) < 0.5, times(pairs), np.nan) if rng.random() < 0.7 else None
+    risks = Risks.from_sensitivities(graph, LOW_FORMAT, noise, noise * rng.random(tensors), per_read)
     pins = rng.choice([-1, 0, 1], count, p=[0.8, 0.1, 0.1]).astype(np.int8)
     return Case(graph, costs, risks, pins)
 

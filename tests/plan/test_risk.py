@@ -128,6 +128,35 @@ def test_ops_that_only_select_add_no_noise_but_reading_their_input_does() -> Non
     assert risks.cast_noise.tolist() == [3.0, 2.0]
 
 
+def test_a_reader_pays_for_its_own_part_of_the_gradient_alone() -> None:
+    """y = 3x + x·w, where only the product reads x in 16 bits: the wide path beside it sees x as it is."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((200, 30)), rng.standard_normal((30, 30)) / 30
+    build = GraphBuilder()
+    build.tensor("x", x.shape, kind="input")
+    build.op("scale", "mul", ["x"], [("s", x.shape)])
+    build.op("product", "matmul", ["x"], [("p", x.shape)])
+    build.op("add", "add", ["s", "p"], [("y", x.shape)], output=True)
+    graph = build.build()
+    meter = RiskMeter(graph, "bf16")
+    for _ in range(30):
+        projection = rng.standard_normal(x.shape)
+        through = {0: 3 * projection, 1: projection @ w.T}
+        meter.add(0, sensitivity(x, through[0] + through[1], "bf16"))
+        for op, gradient in through.items():
+            meter.add_read(0, op, sensitivity(x, gradient, "bf16").total)
+        meter.end_pass()
+    risks = meter.risks()
+    low = np.array([False, True, False])
+    cast = np.array([True, False, False, False])
+    predicted = risks.rounding(graph, low, cast)[0]
+    error = rounded(x, "bf16") - x
+    actual, everywhere = (float(((error @ through) ** 2).sum()) for through in (w, w + 3 * np.eye(30)))
+    assert 0.8 < actual / predicted < 1.25
+    assert everywhere > 20 * actual
+    assert risks.breakdown(graph, low, cast).casts == pytest.approx(predicted)
+
+
 @pytest.mark.parametrize("terms", [16, 64, 256])
 def test_a_running_sum_in_16_bits_makes_the_noise_of_half_its_terms(terms: int) -> None:
     rng = np.random.default_rng(terms)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from castwise.cost import MeasuredCosts
 from castwise.errors import PlanError
+from castwise.graph import Kind
 from castwise.hardware import detect
 from castwise.policy import LayerRule, Policy
 from castwise.torch._verify import Verifier
@@ -28,13 +30,13 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fmt, device", [("float16", "t4"), ("bfloat16", "h100")])
-@pytest.mark.parametrize("name", ["gpt", "convnet", "lstm", "wide"])
+@pytest.mark.parametrize("name", ["gpt", "convnet", "lstm", "wide", "encoder"])
 def test_predicted_error_is_what_a_trial_finds(name: str, fmt: str, device: str) -> None:
     model, inputs = cases()[name]
     ready = mixed(prepare(model, inputs, policy=fmt, device=device))
     found = ready.solve()
     result = Verifier(ready.captured, found.fmt, "cpu", [inputs]).try_plan(found.formats)
-    assert 0.6 < result.output_error / found.relative_error < 1.6
+    assert 0.7 < result.output_error / found.relative_error < 1.5
 
 
 def test_a_plan_keeps_the_error_that_it_was_given() -> None:
@@ -105,6 +107,53 @@ def test_gradient_ranges_are_those_of_the_loss() -> None:
     weight = captured.graph.tensor("last_weight")
     assert model.last.weight.grad is not None
     assert risks.gradient_ranges[weight].largest == pytest.approx(float(model.last.weight.grad.abs().max()), rel=1e-4)
+
+
+class Residual(torch.nn.Module):
+    """A stream that a product reads and that is added up beside it, also through views that repeat its rows."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.inside, self.shift = torch.nn.Linear(width, width, bias=False), torch.nn.Parameter(torch.randn(width))
+        torch.nn.init.normal_(self.inside.weight, std=0.1 / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.shift.expand(x.shape[0], -1)
+        return 3 * x + self.inside(x) + self.inside(shift) + shift
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_a_cast_is_priced_by_what_the_reader_passes_on(fmt: str) -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(64, 48)
+    captured = capture(model, (x,), training=True)
+    risks = calibrate(captured, fmt, [(x,), *((torch.randn(64, 48),) for _ in range(7))])
+    graph = captured.graph
+    low = np.array([op.name == "linear" for op in graph.ops])
+    stream, shift = graph.tensor("x"), graph.tensor("shift")
+    noise = risks.rounding(graph, low, np.isin(np.arange(len(graph.tensors)), [stream, shift]))
+    dtype = torch.bfloat16 if fmt == "bf16" else torch.float16
+    for tensor, values in ((stream, x), (shift, model.shift.detach().expand(64, -1))):
+        error = model.inside(values.to(dtype).float() - values).detach()
+        assert 0.6 < float(error.square().sum()) / noise[tensor] < 1.7, graph.tensors[tensor].name
+
+
+def test_tied_weights_are_priced_by_what_reads_them() -> None:
+    model, ids = cases()["gpt"]
+    captured = capture(model, ids, training=True)
+    graph = captured.graph
+    risks = calibrate(captured, "bf16", [ids, (torch.randint(40, (3, 12)),)])
+    low = np.array([op.layer == "head" for op in graph.ops])
+    [head] = [op for op, is_low in zip(graph.ops, low, strict=True) if is_low]
+    weights = [t for t in head.inputs if graph.tensors[t].kind is Kind.WEIGHT]
+    noise = risks.rounding(graph, low, np.isin(np.arange(len(graph.tensors)), weights)).sum()
+    hidden: list[torch.Tensor] = []
+    hook = model.norm.register_forward_hook(lambda _module, _args, y: hidden.append(y.detach()))
+    model(*ids)
+    hook.remove()
+    weight = model.head.weight.detach()
+    error = hidden[0] @ (weight.to(torch.bfloat16).float() - weight).T
+    assert 0.6 < float(error.square().sum()) / noise < 1.7
 
 
 def test_infinities_that_mask_do_not_count_as_overflow() -> None:

@@ -4,6 +4,9 @@
 projection F of the outputs, and prices rounding y there and then; nothing is kept but a number per tensor. Weights are
 priced by their own gradients, which sum over the batch as the weight's one rounding does.
 
+A tensor with several readers is read through one alias per reader. The gradient of an alias is the part of ∂F/∂y that
+comes through that reader, and the same backward prices what that reader would see of a cast of y, see `castwise.risk`.
+
 Infinities of the fp32 model are masks, put there on purpose: every format has them, so they count in no range.
 """
 
@@ -16,11 +19,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from castwise.errors import PlanError
 from castwise.formats import BF16, NumberFormat, parse_format
+from castwise.graph import Kind
 from castwise.risk import RangeRecord, RiskMeter, Risks, Sensitivity
 
 from . import _aten
@@ -66,9 +71,9 @@ class _Pass:
         self, captured: Captured, meter: RiskMeter, fmt: NumberFormat, projections: int, loss: Loss | None
     ) -> None:
         self.captured, self.meter, self.fmt = captured, meter, fmt
-        self.low = dtype_of(fmt)
         self.projections, self.loss = projections, loss
-        self.found: dict[int, list[torch.Tensor]] = {}
+        self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.read: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.gradients: dict[int, torch.Tensor] = {}
         self.records_gradients = False
 
@@ -100,17 +105,37 @@ class _Pass:
         name = self.captured.tensors.get(node.name)
         if name is not node or y.dtype is not torch.float32 or not y.numel():
             return
-        position = self._position(node)
+        position = self.position(node)
         if position is None:
             return
         values = y.detach()
         if any(_aten.mutated(user) for user in node.users):
             values = values.clone()  # before it is changed in place
-        self.meter.record(position, _record(values, self.fmt))
+        record, small = _range(values, self.fmt)
+        self.meter.record(position, record)
         if y.requires_grad:
-            y.register_hook(lambda gradient: self._price(position, values, gradient))  # type: ignore[no-untyped-call]
+            rounding = _Rounding(values, self.fmt, record.overflow > 0, small)
+            y.register_hook(lambda gradient: self._price(position, rounding, gradient))  # type: ignore[no-untyped-call]
 
-    def _position(self, node: fx.Node) -> int | None:
+    def read_by(self, position: int, op: int, alias: torch.Tensor) -> None:
+        """What one op will read of a tensor, or of a view of it, that others read as well."""
+        rounding, found = _Rounding(alias.detach(), self.fmt), self.read.setdefault((position, op), [])
+
+        def price(gradient: torch.Tensor) -> None:
+            if not self.records_gradients:
+                found.append(rounding.noise(gradient)[0])
+
+        alias.register_hook(price)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def shared(self) -> frozenset[int]:
+        """Tensors that several take: ops, and the caller. One that is changed in place has one price for all."""
+        graph = self.captured.graph
+        readers = np.bincount(graph.index.reads.tensor, minlength=len(graph.tensors))
+        leaves = np.array([tensor.kind is Kind.OUTPUT for tensor in graph.tensors], bool)
+        return frozenset(np.flatnonzero(readers + leaves > 1).tolist()) - graph.mutated.keys()
+
+    def position(self, node: fx.Node) -> int | None:
         if _aten.viewed(node, self.captured.values) is not None:
             return None
         graph = self.captured.graph
@@ -121,36 +146,34 @@ class _Pass:
         return self._given.get(node.name)
 
     @cached_property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Which tensor is read by which op."""
+        reads = self.captured.graph.index.reads
+        return frozenset(zip(reads.tensor.tolist(), reads.op.tolist(), strict=True))
+
+    @cached_property
     def _given(self) -> dict[str, int]:
         producer = self.captured.graph.index.producer
         return {t.name: at for at, t in enumerate(self.captured.graph.tensors) if producer[at] < 0}
 
-    def _price(self, position: int, values: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _price(self, position: int, rounding: _Rounding, gradient: torch.Tensor) -> None:
         if self.records_gradients:
             self.gradients[position] = gradient.detach()
-            return
-        # In the rounded dtype first: two passes over memory fewer than through `sensitivity`, and no copy to NumPy.
-        error = values.to(self.low).to(torch.float32).sub_(values)
-        small = None
-        if self.fmt is not BF16:
-            size = values.abs()
-            error.masked_fill_(size > self.fmt.max, 0.0)
-            small = size < self.fmt.smallest_normal
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        error.nan_to_num_(0.0, 0.0, 0.0).mul_(gradient)
-        total = torch.linalg.vector_norm(error).square()
-        part = torch.linalg.vector_norm(error * small).square() if small is not None else torch.zeros_like(total)
-        self.found[position] = [total, part]
+        else:
+            self.found[position] = rounding.noise(gradient)
 
     def _collect(self, reference: float) -> None:
         for position, (total, part) in self.found.items():
             self.meter.add(position, Sensitivity(float(total), min(float(part), float(total))))
+        for (position, op), parts in self.read.items():
+            self.meter.add_read(position, op, sum(map(float, parts)))
+            parts.clear()
         self.found.clear()
         self.meter.end_pass(reference)
 
     def _collect_gradients(self) -> None:
         for position, gradient in self.gradients.items():
-            self.meter.record_gradient(position, _record(gradient, self.fmt))
+            self.meter.record_gradient(position, _range(gradient, self.fmt)[0])
         self.gradients.clear()
 
 
@@ -158,29 +181,113 @@ class _Hooked(StudyRun):
     def __init__(self, work: _Pass) -> None:
         super().__init__(work.captured.module, input_gradients=True)
         self.work = work
+        self.values = work.captured.values
+        self.garbage_collect_values = False  # backward needs most of it, and aliases are made of it
+        self._aliases: dict[fx.Node, torch.Tensor] = {}
+        self._given: set[int] = set()
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        # Of a parameter that has two names (tied weights), each name is a tensor of the graph with its own readers.
+        again = id(value) in self._given and value.requires_grad
+        self._given.add(id(value))
+        return value.view_as(value) if again else value
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return fx.node.map_arg(args, lambda read: self._aliases.get(read, self.env[read]))
 
     def run_node(self, n: fx.Node) -> Any:
+        self._aliases = self._aliases_for(n)
         y = super().run_node(n)
+        self._aliases = {}
         first = y if isinstance(y, torch.Tensor) else next(iter(floating(y)), None) if n.op != "output" else None
         if first is not None:
             self.work.seen(n, first)
         return y
 
+    def _aliases_for(self, n: fx.Node) -> dict[fx.Node, torch.Tensor]:
+        """What op `n` reads in place of tensors that it shares with other readers."""
+        work = self.work
+        op = work.captured.graph.positions.get(n.name)
+        if op is None:
+            return {}
+        aliases = {}
+        for read in _aten.planned_inputs(n):
+            value = self.env[read]
+            position = work.position(_aten.root(read, self.values))
+            if position not in work.shared or not isinstance(value, torch.Tensor) or not value.requires_grad:
+                continue
+            if value.dtype is torch.float32 and (position, op) in work.pairs:
+                aliases[read] = self._alias(read, position, op)
+        return aliases
 
-def _record(values: torch.Tensor, fmt: NumberFormat) -> RangeRecord:
-    """The range of a tensor's values; infinities aside, see the module's docstring."""
+    def _alias(self, read: fx.Node, position: int, op: int) -> torch.Tensor:
+        value: torch.Tensor = self.env[read]
+        root = _aten.root(read, self.values)
+        origin = self.env[root]
+        if not isinstance(origin, torch.Tensor) or value.numel() <= origin.numel():
+            alias = value.view_as(value)
+            self.work.read_by(position, op, alias)
+            return alias
+        # The view repeats values, whose roundings are then the same: only the gradient of the whole sums them first.
+        alias = origin.view_as(origin)
+        self.work.read_by(position, op, alias)
+        repeated: torch.Tensor = self._view_again(read, root, alias)
+        return repeated
+
+    def _view_again(self, read: fx.Node, root: fx.Node, alias: Any) -> Any:
+        if read is root:
+            return alias
+        before = _aten.viewed(read, self.values)
+        assert before is not None and callable(read.target)
+        source = self._view_again(before, root, alias)
+        args, kwargs = fx.node.map_arg((read.args, read.kwargs), lambda m: source if m is before else self.env[m])
+        return read.target(*args, **kwargs)
+
+
+class _Rounding:
+    """What rounding a tensor changes: found once, for all projections."""
+
+    def __init__(
+        self, values: torch.Tensor, fmt: NumberFormat, overflows: bool = True, small: torch.Tensor | None = None
+    ) -> None:
+        self.values, self.fmt, self.overflows, self.small = values, fmt, overflows, small
+
+    @cached_property
+    def error(self) -> torch.Tensor:
+        # Through the rounded dtype: fewer passes over memory than `castwise.risk.sensitivity`, and no copy to NumPy.
+        error = self.values.to(dtype_of(self.fmt)).to(torch.float32).sub_(self.values)
+        if self.overflows:
+            error.masked_fill_(error.isfinite().logical_not_(), 0.0)
+        return error
+
+    def noise(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The variance that rounding adds to F, and the part of it from values below the smallest normal."""
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        moved = self.error * gradient
+        total = torch.linalg.vector_norm(moved).square()
+        if self.small is None or not len(self.small):
+            return total, torch.zeros_like(total)
+        return total, moved.reshape(-1)[self.small].square().sum()
+
+
+def _range(values: torch.Tensor, fmt: NumberFormat) -> tuple[RangeRecord, torch.Tensor | None]:
+    """The range of a tensor's values, and where those below the smallest normal are; None where that was not looked at.
+
+    Infinities do not count, see the module's docstring.
+    """
+    values = values.to_dense() if values.is_sparse else values
     size = values.abs()
+    count = size.numel()
     largest = float(size.amax())
+    if math.isnan(largest):
+        return RangeRecord(math.inf, count, overflow=1.0), None
     if math.isinf(largest):
         size = size.masked_fill(size.isinf(), 0.0)
         largest = float(size.amax())
-    count = size.numel()
-    if math.isnan(largest):
-        return RangeRecord(math.inf, count, overflow=1.0)
-    if fmt is BF16:
-        return RangeRecord(largest, count)
     overflow = float((size > fmt.max).sum()) / count if largest > fmt.max else 0.0
-    low = (size < fmt.smallest_normal) & (size > 0)
-    gone = size <= fmt.smallest_subnormal / 2
-    underflow = int((low & gone).sum())
-    return RangeRecord(largest, count, overflow, underflow / count, (int(low.sum()) - underflow) / count)
+    if fmt is BF16:  # what is too small for it is too small for fp32
+        return RangeRecord(largest, count, overflow), None
+    small = ((size < fmt.smallest_normal) & (size > 0)).reshape(-1).nonzero()[:, 0]
+    underflow = int((size.reshape(-1)[small] <= fmt.smallest_subnormal / 2).sum()) if len(small) else 0
+    return RangeRecord(largest, count, overflow, underflow / count, (len(small) - underflow) / count), small
