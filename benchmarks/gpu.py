@@ -111,7 +111,7 @@ def check_no_waiting(device: str) -> None:
 def check_scaler(device: str) -> None:
     """The usual FP16 snippet, with only the import changed."""
     model = nn.Linear(8, 1).to(device)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler(device)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), GradScaler(device, init_scale=1024.0)
     for _ in range(3):
         optimizer.zero_grad()
         with autocast(device_type=device, dtype=torch.float16):

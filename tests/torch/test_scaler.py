@@ -557,6 +557,15 @@ def test_a_loaded_state_goes_on_as_the_saved_scaler_would_have() -> None:
         assert second.state_dict() == first.state_dict()
 
 
+def test_a_scale_edited_in_a_saved_state_is_the_scale() -> None:
+    saved = _worked(scaler()).state_dict()
+    second = scaler()
+    second.load_state_dict({**saved, "scale": 1024.0, "_growth_tracker": 5})
+    assert second.get_scale() == 1024.0
+    assert second.state_dict()["_growth_tracker"] == 5
+    assert second.state_dict()["castwise"]["skipped"] == 1
+
+
 def test_an_empty_state_is_refused_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="disabled"):
         scaler().load_state_dict({})

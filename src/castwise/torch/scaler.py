@@ -310,13 +310,11 @@ class GradScaler:
             backoff_factor=state_dict["backoff_factor"],
             growth_interval=state_dict["growth_interval"],
         )
-        if "castwise" in state_dict:
-            self._state = ScaleState.from_dict(state_dict["castwise"])
-        else:
-            scale = min(max(float(state_dict["scale"]), self._config.min_scale), self._config.max_scale)
-            self._state = replace(
-                initial_state(self._config), scale=scale, good_steps=int(state_dict["_growth_tracker"])
-            )
+        scale = min(max(float(state_dict["scale"]), self._config.min_scale), self._config.max_scale)
+        own = state_dict.get("castwise")
+        state = ScaleState.from_dict(own) if own is not None else initial_state(self._config)
+        # torch's keys lead: people edit them in saved states.
+        self._state = replace(state, scale=scale, good_steps=int(state_dict["_growth_tracker"]))
         self._forget_step()
 
     def __getstate__(self) -> dict[str, Any]:
