@@ -28,6 +28,7 @@ from castwise._policy_checks import check_bool, checked_format, checked_ops, dev
 from castwise.catalogue import Rule, default_rule
 from castwise.errors import FormatError, PolicyError, did_you_mean
 from castwise.formats import FORMATS, FP32, NumberFormat, parse_format, widest
+from castwise.guard import GuardConfig
 from castwise.presets import PRESETS
 from castwise.scaling import ScalingConfig
 
@@ -50,32 +51,8 @@ log = logging.getLogger("castwise.policy")
 #: How low-format weights are kept, if any are: by fp32 masters, a 16-bit remainder, stochastic rounding, Kahan sums.
 WEIGHTS = ("auto", "master", "split", "stochastic", "kahan")
 _RULES = tuple(rule.value for rule in Rule)
-# A scale this low saves few of fp16's small gradients; 128 was the usual constant scale before scales were dynamic.
-_WARN_SCALE_BELOW = 128.0
 # A format with fewer exponent bits than float32 loses small gradients, so its loss is scaled unless the user says no.
 _FULL_RANGE_EXPONENT_BITS = FP32.exponent_bits
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GuardConfig:
-    """What is watched while a policy trains.
-
-    Attributes:
-        enabled: whether anything is watched beyond the skipped steps, which are always reported.
-        warn_scale_below: log a warning once the loss scale falls below this: gradients are then being lost.
-    """
-
-    enabled: bool = True
-    warn_scale_below: float = _WARN_SCALE_BELOW
-
-    def __post_init__(self) -> None:
-        check_bool("enabled", self.enabled)
-        number = isinstance(self.warn_scale_below, (int, float)) and not isinstance(self.warn_scale_below, bool)
-        if not number or not 0 <= self.warn_scale_below < float("inf"):
-            raise PolicyError(
-                f"warn_scale_below: {self.warn_scale_below!r} is not a loss scale. Give 0 (never warn) or more."
-            )
-        object.__setattr__(self, "warn_scale_below", float(self.warn_scale_below))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +104,7 @@ class Policy:
         scaling_enabled: whether it is; ``None``: where a format in use has a smaller range than float32 (float16, fp8).
         weights: how weights that are stored in 16 bits are kept from losing small updates; one of ``WEIGHTS``.
         communication: format of gradients between devices; ``None``: as they are.
-        guard: what is watched.
+        guard: what is watched, and what is done by itself when a step breaks.
         tf32: whether products that stay float32 may round their inputs to TF32 where the hardware does so.
         strict: a layer rule that matches no layer is an error, not a warning.
     """

@@ -247,6 +247,15 @@ def _reason(before: ScaleState, after: ScaleState, finite: bool, config: Scaling
     return f"{skip}; loss scale kept at {after.scale:g}, lowered after {after.hysteresis_left} more in a row"
 
 
+def lower_scales(scale: float, config: ScalingConfig) -> list[float]:
+    """The scales that backing off reaches from ``scale``, falling; empty where the scale does not change by itself."""
+    found: list[float] = []
+    while config.enabled and config.dynamic and scale > config.min_scale:
+        scale = max(scale * config.backoff_factor, config.min_scale)
+        found.append(scale)
+    return found
+
+
 def stalled_message(state: ScaleState, config: ScalingConfig) -> str:
     """What to tell the user when a run has stalled: what happened, the likely causes, and what to do next.
 

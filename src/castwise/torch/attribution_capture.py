@@ -1,0 +1,246 @@
+"""What a replay needs of a step, kept by reference while the step runs: no operation, no wait for the device.
+
+While a region of an `Amp` is entered, the model (or, where a program calls parts of it one by one, each part) has a
+pre-hook that keeps its arguments and torch's random state, and a hook that keeps the gradients its outputs receive.
+All of it is let go when the step ends. A version counter tells whether an argument was overwritten since.
+
+After a failure that could not be repeated, the next steps are recorded *carefully*: inputs and buffers are copied, and
+the random states of Python and NumPy kept too.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attribution_trees import mapped, tensors_in
+
+_CALLS_KEPT = 32  # of the model in one step: micro-batches, or parts called one by one
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of the model, or of a part of it.
+
+    Attributes:
+        module, path: what was called; the path is "" for the model itself.
+        args, kwargs: what it was given.
+        versions: the version counters of those tensors.
+        generators: random states before the call.
+        buffers: copies of the model's buffers before the call; only of careful recording.
+        gradients: of its floating outputs, by position, as the step's own backward computed them.
+        step: a number that the owner gives; calls of one step have the same.
+    """
+
+    module: nn.Module
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: tuple[int, ...]
+    generators: dict[str, Any]
+    buffers: dict[str, torch.Tensor] | None
+    step: int
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether an input was written in place since the call began."""
+        return self.versions != _versions(self.args, self.kwargs)
+
+
+class Recorder:
+    """Keeps the calls of a model that are made while it listens, until they are forgotten."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.calls: deque[Call] = deque(maxlen=_CALLS_KEPT)
+        self.step = 0
+        self.careful = False
+        self.on_call: Callable[[Call], Any] | None = None
+        self._local = threading.local()
+        self._listening = 0
+        self._handles: list[Any] = []
+        self._compiled: Any = None
+
+    # ---- listening ----
+
+    def listen(self) -> None:
+        """Hook the model; may be nested."""
+        self._listening += 1
+        if self._listening > 1:
+            return
+        for path, module in _entrances(self.model):
+            hook = _Hook(self, path)
+            self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(hook.after, always_call=True))
+        compiled = getattr(self.model, "_compiled_call_impl", None)
+        if compiled is not None:  # `model.compile()`: hooks would be traced into the graph
+            self._compiled = compiled
+            self.model._compiled_call_impl = self._around(compiled)
+
+    def leave(self) -> None:
+        """Take the hooks off when the outermost listener leaves."""
+        self._listening -= 1
+        if self._listening:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._compiled is not None:
+            self.model._compiled_call_impl, self._compiled = self._compiled, None
+
+    def fade(self, before: int) -> None:
+        """Let go of the calls of steps before a number, and of the gradients that the others' outputs received."""
+        while self.calls and self.calls[0].step < before:
+            self.calls.popleft()
+        for call in self.calls:
+            call.gradients.clear()
+
+    # ---- one call ----
+
+    def begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep a call, unless it is made inside one that is kept, or outside of training."""
+        depth = getattr(self._local, "depth", 0)
+        self._local.depth = depth + 1
+        if depth or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        buffers = None
+        if self.careful:
+            args, kwargs = mapped((args, kwargs), _copied)
+            buffers = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        versions = _versions(args, kwargs)
+        call = Call(module, path, args, kwargs, versions, generators(self.careful), buffers, self.step)
+        self._local.call = call
+        self.calls.append(call)
+        if self.on_call is not None:
+            self.on_call(call)
+
+    def end(self, output: Any) -> None:
+        """Ask the outputs of the call that ends for the gradients they will receive."""
+        self._local.depth = max(0, getattr(self._local, "depth", 0) - 1)
+        if self._local.depth:
+            return
+        call: Call | None = getattr(self._local, "call", None)
+        self._local.call = None
+        if call is None:
+            return
+        for position, (_, y) in enumerate(tensors_in(output)):
+            if y.grad_fn is not None:  # a leaf, such as a weight that is handed out, would keep the hook for ever
+                y.register_hook(_Keep(call, position))  # type: ignore[no-untyped-call]
+
+    def _around(self, compiled: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.begin("", self.model, args, kwargs)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self.end(output)
+            return output
+
+        return torch.compiler.disable(run, recursive=False)  # type: ignore[no-untyped-call]
+
+
+class _Keep:
+    """A tensor hook that keeps the gradient it sees. Several backwards add up, as they do in the weights."""
+
+    def __init__(self, call: Call, position: int) -> None:
+        self.call = call
+        self.position = position
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        before = self.call.gradients.get(self.position)
+        self.call.gradients[self.position] = gradient if before is None else before + gradient
+
+
+class _Hook:
+    """The hooks of one entrance. Copies and pickles of the model made meanwhile get hooks that do nothing."""
+
+    def __init__(self, recorder: Recorder | None, path: str = "") -> None:
+        self.recorder = recorder
+        self.path = path
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.recorder is not None and not torch.compiler.is_compiling():
+            self.recorder.begin(self.path, module, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.recorder is not None and not torch.compiler.is_compiling():
+            self.recorder.end(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)
+
+
+def _entrances(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The model and what a program may call in its place: its children, and those of its lists and dicts of modules."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop(0)
+        if id(module) in found:
+            continue
+        container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if not container and module.__dict__.get("_compiled_call_impl") is None:
+            found[id(module)] = (path, module)
+        if module is model or container:
+            waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    return list(found.values())
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone() if x.requires_grad and not x.is_leaf else x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _versions(*trees: Any) -> tuple[int, ...]:
+    return tuple([x._version for _, x in tensors_in(trees) if not x.is_inference()])
+
+
+# ---- random states ---------------------------------------------------------------------------------------------------
+
+
+def generators(everything: bool = True) -> dict[str, Any]:
+    """The states of torch's random generators, and with `everything` those of Python and of NumPy (if it is loaded).
+
+    Nothing is fetched from a device: torch keeps these states on the host.
+    """
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device()
+        states["cuda"] = {device: torch.cuda.get_rng_state(device)}
+    if everything:
+        version, numbers, gauss = random.getstate()
+        states["python"] = [version, list(numbers), gauss]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            name, keys, position, has_gauss, cached = numpy.random.get_state()
+            states["numpy"] = [name, [int(k) for k in keys], int(position), int(has_gauss), float(cached)]
+    return states
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    """Put back what `generators` gave."""
+    torch.set_rng_state(states["torch"].cpu())
+    if "cuda" in states and torch.cuda.is_available():
+        for index, state in states["cuda"].items():
+            if index < torch.cuda.device_count():
+                torch.cuda.set_rng_state(state.cpu(), index)
+    if "python" in states:
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in states:
+        import numpy as np
+
+        name, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((name, np.asarray(keys, np.uint32), position, has_gauss, cached))

@@ -1,0 +1,220 @@
+"""Running a recorded step again: the same inputs, random numbers and buffers, and everything put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .attribution_capture import Call, generators, restore_generators
+from .attribution_trace import Made, Source, Trace
+from .attribution_trees import mapped, tensors_in
+from .capture import flat_inputs
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+_REENTRANT = "use_reentrant=True"  # what torch's reentrant checkpoint says where it meets autograd.grad
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """What one repetition of a call showed: where the fault began, if there was one, and what layers wrote."""
+
+    root: Made | Source | None
+    bytes: dict[str, int]
+
+
+class Replay:
+    """Repeats calls of a model.
+
+    Args:
+        model: the model they are calls of, or of parts of it.
+        planned: the applied plan that runs in its place, if any.
+    """
+
+    def __init__(self, model: nn.Module, planned: Any = None) -> None:
+        self.model = model
+        self.planned = planned
+
+    def traced(self, call: Call, context: Context, factor: float = 1.0) -> Repeat:
+        """Forward and backward of one call under a trace.
+
+        Args:
+            call: what to repeat.
+            context: gives the region to repeat it in.
+            factor: the gradients of its outputs are multiplied by it; a power of two changes nothing else.
+        """
+        with self._undisturbed(call):
+            args, kwargs, cut = _fresh(call)
+            inputs = [("input", name, x) for name, x in [*tensors_in(args), *tensors_in(kwargs)]]
+            trace = Trace(self.model, [*self.weights(), *inputs])
+            with trace:
+                outputs = self._run(call, args, kwargs, context, trace)
+                root = trace.root(outputs)
+                if root is None and call.gradients:
+                    root = self._backward(call, outputs, cut, trace, factor)
+        return Repeat(root, trace.bytes)
+
+    def layer_seconds(self, call: Call, context: Context, layer: str) -> float:
+        """Seconds that the forward of one layer takes in a repetition without a trace; the better of two."""
+        spent: list[float] = []
+        started: list[float] = []
+        module = self.model.get_submodule(layer)
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+        def now() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        handles = [
+            module.register_forward_pre_hook(lambda *_: started.append(now())),
+            module.register_forward_hook(lambda *_: spent.append(now() - started.pop())),
+        ]
+        try:
+            totals = []
+            for _ in range(2):
+                spent.clear()
+                with self._undisturbed(call), torch.no_grad():
+                    args, kwargs, _ = _fresh(call)
+                    self._run(call, args, kwargs, context, None)
+                totals.append(sum(spent))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return min(totals)
+
+    # ---- parts -------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call, args: Any, kwargs: Any, context: Context, trace: Trace | None) -> list[torch.Tensor]:
+        module = _unwrapped(call.module)
+        with context():
+            if self.planned is not None and module is self.planned.castwise_model and trace is not None:
+                output = _planned(self.planned, args, kwargs, trace)
+            else:
+                output = module(*args, **kwargs)
+        return [y for _, y in tensors_in(output)]
+
+    def _backward(
+        self, call: Call, outputs: list[torch.Tensor], cut: list[torch.Tensor], trace: Trace, factor: float
+    ) -> Made | Source | None:
+        pairs = []
+        for position, gradient in call.gradients.items():
+            if position >= len(outputs) or outputs[position].grad_fn is None:
+                continue
+            y = outputs[position]
+            gradient = gradient.detach().to(y.dtype) if factor == 1.0 else (gradient.detach() * factor).to(y.dtype)
+            trace.add_source("gradient", f"of output {position}", gradient)
+            pairs.append((y, gradient))
+        leaves = [*(p for p in self.model.parameters() if p.requires_grad), *cut]
+        if not pairs or not leaves:
+            return None
+        with torch.autograd.set_multithreading_enabled(False):  # so that recomputation is seen on this thread
+            gradients = _gradients([y for y, _ in pairs], [g for _, g in pairs], leaves)
+        return trace.root(g for g in gradients if g is not None)
+
+    def weights(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The model's parameters and buffers, as sources of a trace."""
+        for name, p in self.model.named_parameters():
+            yield "parameter", name, p
+        for name, b in self.model.named_buffers():
+            yield "buffer", name, b
+
+    @contextlib.contextmanager
+    def _undisturbed(self, call: Call) -> Iterator[None]:
+        """Inside, the step's random numbers and buffers; afterwards all is as it was, compiled code included."""
+        states = generators()
+        buffers = {name: (b, b.detach().clone()) for name, b in self.model.named_buffers()}
+        compiled = [m for m in self.model.modules() if m.__dict__.get("_compiled_call_impl") is not None]
+        kept = [m.__dict__.pop("_compiled_call_impl") for m in compiled]
+        try:
+            with torch.no_grad():
+                for name, before in (call.buffers or {}).items():
+                    if name in buffers:
+                        buffers[name][0].copy_(before)
+            restore_generators(call.generators)
+            with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+                yield
+        finally:
+            for module, implementation in zip(compiled, kept, strict=True):
+                module.__dict__["_compiled_call_impl"] = implementation
+            with torch.no_grad():
+                for b, before in buffers.values():
+                    b.copy_(before)
+            restore_generators(states)
+
+
+def _fresh(call: Call) -> tuple[Any, Any, list[torch.Tensor]]:
+    """The inputs cut off from whatever made them and safe from in-place operations, and those that want gradients."""
+    leaves: list[torch.Tensor] = []
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, nn.Parameter) or x.layout is not torch.strided:
+            return x
+        leaf = x.detach().clone()
+        if not x.requires_grad:
+            return leaf
+        leaves.append(leaf.requires_grad_())
+        return leaf.view_as(leaf)  # a leaf may not be written in place, what is made of it may
+
+    args, kwargs = mapped((call.args, call.kwargs), cut)
+    return args, kwargs, leaves
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """A module without the wrapper that talks to other processes."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner: nn.Module = module.module
+        return inner
+    return module
+
+
+def _gradients(
+    outputs: list[torch.Tensor], gradients: list[torch.Tensor], leaves: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients of leaves, without touching their `.grad` where that can be had."""
+    try:
+        return list(torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, retain_graph=True))
+    except RuntimeError as error:
+        if _REENTRANT not in str(error):
+            raise
+    kept = [(p, p.grad, p._post_accumulate_grad_hooks) for p in leaves]
+    try:
+        for p in leaves:
+            p.grad = None
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        torch.autograd.backward(outputs, gradients)
+        return [p.grad for p in leaves]
+    finally:
+        for p, gradient, hooks in kept:
+            p.grad, p._post_accumulate_grad_hooks = gradient, hooks
+
+
+class _Layers(fx.Interpreter):
+    """Runs a planned graph and tells the trace which layer each op belongs to."""
+
+    def __init__(self, module: fx.GraphModule, layers: dict[str, str], trace: Trace) -> None:
+        super().__init__(module)
+        self.layers, self.trace = layers, trace
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.trace.enter_layer(self.layers.get(str(n.meta.get("castwise_op")), self.trace.layer or ""))
+        try:
+            return super().run_node(n)
+        finally:
+            self.trace.leave_layer()
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return None if target == "_guards_fn" else super().call_module(target, args, kwargs)
+
+
+def _planned(planned: Any, args: Any, kwargs: Any, trace: Trace) -> Any:
+    graph = planned.graph_for(args, kwargs)
+    layers = {op.id: op.layer for op in planned.castwise_plan.problem.graph.ops}
+    return _Layers(graph.module, layers, trace).run(*flat_inputs(args, kwargs))

@@ -1,0 +1,107 @@
+"""What tensors held, summed up while they are there; and what a kernel call reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .attribution_trees import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a tensor held.
+
+    Attributes:
+        dtype, shape: of the tensor.
+        infinite, nan: whether it has such values.
+        largest: the largest finite magnitude (0.0 where there is none).
+        zeros: whether it has zeros.
+        bad: the share of its values that are not finite.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    infinite: bool
+    nan: bool
+    largest: float
+    zeros: bool
+    bad: float
+
+    def __str__(self) -> str:
+        size = "×".join(map(str, self.shape)) or "scalar"
+        what = f"{self.dtype}[{size}] up to {self.largest:.6g}"
+        if not self.bad:
+            return what
+        names = " and ".join(name for name, there in (("inf", self.infinite), ("NaN", self.nan)) if there)
+        return f"{what}, {self.bad:.2%} {names}"
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor | None:
+    if not (x.is_floating_point() or x.is_complex()) or x.numel() == 0 or x.device.type == "meta":
+        return None
+    if x.layout is torch.sparse_coo:
+        x = x._values()
+    elif x.layout is not torch.strided:
+        x = x.values()
+    x = x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def is_bad(x: torch.Tensor) -> bool:
+    dense = _dense(x)
+    return dense is not None and not bool(dense.isfinite().all())
+
+
+def values_of(x: torch.Tensor) -> Values | None:
+    dense = _dense(x)
+    if dense is None:
+        return None
+    wide = dense.to(torch.float64) if dense.device.type != "mps" else dense.to(torch.float32)
+    finite = wide.isfinite()
+    share = 1.0 - float(finite.double().mean())
+    return Values(
+        str(x.dtype).removeprefix("torch."),
+        tuple(x.shape),
+        bool(wide.isinf().any()),
+        bool(wide.isnan().any()),
+        float(torch.where(finite, wide, 0.0).abs().max()),
+        bool((wide == 0).any()),
+        share,
+    )
+
+
+def described(tree: Any) -> list[tuple[torch.Tensor, Values]]:
+    found = []
+    for _, x in tensors_in(tree):
+        values = values_of(x)
+        if values is not None:
+            found.append((x, values))
+    return found
+
+
+def storage_of(x: torch.Tensor) -> Any:
+    try:
+        return (x._values() if x.layout is torch.sparse_coo else x).untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [x for _, x in tensors_in(value)]
+    return found
+
+
+def scalars(args: Any) -> Iterator[Any]:
+    for a in args:
+        if isinstance(a, list | tuple):
+            yield from scalars(a)
+        elif not isinstance(a, torch.Tensor):
+            yield a

@@ -1,0 +1,339 @@
+"""The guard of an `Amp`: finds out why a step broke, does what helps, and says what it did.
+
+In a healthy step it keeps references (see `attribution_capture`) and counts. Only after a step with gradients that are
+not finite, or when a raised layer has waited long enough, does it run anything. `castwise.guard` decides; this
+module carries out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from castwise import guard
+from castwise.errors import CastwiseError, NonFiniteError
+from castwise.guard import Action, Finding, GuardState, Kind, Raised
+from castwise.watch.advice import advice_for
+from castwise.watch.events import Event
+
+if TYPE_CHECKING:
+    from .amp import Amp
+
+from .attribution import attribute, live_finding, outside
+from .attribution_capture import Call, Recorder
+from .attribution_replay import Replay
+from .attribution_trace import Source, Trace
+from .attribution_trees import tensors_in
+from .guard_remedy import Price, Remedy, rule_for
+
+__all__ = ["Guard"]
+
+log = logging.getLogger("castwise.torch.guard")
+
+_EVENTS_KEPT = 1000
+_ALERT_STEPS = 20  # steps that are traced while they run, after a fault that no replay could show
+_BUFFERS_EVERY = 1000  # steps between copies of the floating buffers, from which poisoned ones are put back
+
+
+class Guard:
+    """Watches the steps of one `Amp`.
+
+    Args:
+        amp: whose model and policy are watched.
+        apply: puts a list of raised layers in force.
+    """
+
+    def __init__(self, amp: Amp, apply: Callable[[tuple[Raised, ...]], None]) -> None:
+        self.model, self.device_type = amp.model, amp.device_type
+        self.config = amp.policy.guard
+        self.context = amp.fresh_region
+        self.state = GuardState()
+        self.step = 0
+        self.events: deque[Event] = deque(maxlen=_EVENTS_KEPT)
+        self.listeners: list[Callable[[Event], None]] = []
+        self.recorder = Recorder(amp.model)
+        self.finding: Finding | None = None
+        self._replay = Replay(amp.model, amp.planned)
+        # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
+        self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
+        self._losses: deque[tuple[int, _Memory]] = deque()
+        self._alert = 0
+        self._trace: Trace | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    # ---- around a step -----------------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A region of training is entered."""
+        if self.step % _BUFFERS_EVERY == 0 and not self.recorder.calls:
+            self._keep_buffers()
+        self.recorder.listen()
+        if self._alert and torch.is_grad_enabled():
+            self._traced().__enter__()
+
+    def leave(self) -> None:
+        """The region is left."""
+        if self._trace is not None and self._trace.entered:
+            self._trace.__exit__(None, None, None)
+        self.recorder.leave()
+
+    @contextlib.contextmanager
+    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+        """Around the backward of one loss."""
+        self._losses.append((self.step, _Memory(loss)))
+        if self._trace is None:
+            yield
+            return
+        with self._trace, torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    def _traced(self) -> Trace:
+        if self._trace is None:
+            self._trace = trace = Trace(self.model, self._replay.weights())
+
+            def note(call: Call) -> None:
+                for name, x in tensors_in((call.args, call.kwargs)):
+                    trace.add_source("input", name, x)
+
+            self.recorder.on_call = note
+        return self._trace
+
+    def done(self, counts: bool, keep_steps: int = 0) -> None:
+        """The step is over: let go of what was kept for it, but for the inputs of the last `keep_steps` steps.
+
+        Args:
+            counts: whether it came to its end, and was no step that an exception cut off.
+            keep_steps: whose outcome is still on its way from the device.
+        """
+        self._trace = self.recorder.on_call = None
+        self.step += counts
+        self.recorder.step = self.step
+        self.recorder.fade(self.step - keep_steps)
+        while self._losses and self._losses[0][0] < self.step - keep_steps:
+            self._losses.popleft()
+        if counts and self._alert:
+            self._alert -= 1
+            self.recorder.careful = self._alert > 0
+
+    @property
+    def alert(self) -> bool:
+        """Whether steps are traced while they run, after a fault that no replay could show."""
+        return self._alert > 0
+
+    # ---- a step that was taken ---------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """A step was taken: give back what has waited long enough and is well in its own format."""
+        self.state = guard.healthy(self.state)
+        if self.state.raised and self._remedy is not None:
+            for one in guard.due(self.state, self.step):
+                self._try_without(one, self._remedy)
+
+    def _try_without(self, one: Raised, remedy: Remedy) -> None:
+        calls = [c for c in self.recorder.calls if not c.overwritten]
+        if not calls:
+            return
+        remedy.apply(tuple(r for r in self.state.raised if r.key != one.key))
+        if remedy.broken(calls) is None:
+            self.state = guard.given_back(self.state, one)
+            self._tell("give_back", f"{_named(one)} computes in its own format again", layer=one.layer)
+            return
+        remedy.apply(self.state.raised)
+        self.state = guard.postponed(self.state, one, self.step)
+        wait = next(r.wait for r in self.state.raised if r.key == one.key)
+        self._tell("postpone", f"{_named(one)} still needs float32; next try in {wait} steps", layer=one.layer)
+
+    # ---- a step that broke -------------------------------------------------------------------------------------------
+
+    def broke(self, scale: float, scales: Sequence[float], gradients: Sequence[torch.Tensor]) -> float | None:
+        """A step had gradients that are not finite.
+
+        Args:
+            scale: its loss scale.
+            scales: lower loss scales that are open to it, falling; empty without dynamic scaling.
+            gradients: the gradients, as they are.
+
+        Returns:
+            The loss scale to go on with, or None to leave that to the scale's own state machine.
+
+        Raises:
+            NonFiniteError: nothing helps; the message says why.
+        """
+        finite = all(bool(loss.tensor().isfinite().all()) for _, loss in self._losses)
+        try:
+            if not guard.worth_a_look(self.state, finite, scale, bool(scales), self.config):
+                self.state = guard.ordinary(self.state)
+                self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
+                return None
+            found = self._find(scale, scales, gradients)
+            return self._act(*found, scale=scale)
+        finally:
+            self._heal()
+
+    def _find(
+        self, scale: float, scales: Sequence[float], gradients: Sequence[torch.Tensor]
+    ) -> tuple[Finding, Call | None]:
+        """Replay first: it can try cures. Then what was seen live, and else only where the fault is not."""
+        losses = [loss.tensor() for _, loss in self._losses]
+        useful = [s for s in scales if s >= self.config.warn_scale_below]
+        found: tuple[Finding, Call | None] | None = None
+        if not any(call.overwritten for call in self.recorder.calls):
+            found = attribute(
+                self._replay,
+                list(self.recorder.calls),
+                self.context,
+                scale=scale,
+                scales=useful,
+                device_type=self.device_type,
+            )
+        if found is None or found[0].kind is Kind.UNKNOWN:
+            root = self._trace.root([*gradients, *losses]) if self._trace is not None else None
+            if root is not None and not (isinstance(root, Source) and root.kind == "gradient"):
+                found = live_finding(root, scale, useful or scales), None
+        if found is None:
+            found = outside(losses, scale), None
+        if found[0].kind is Kind.UNKNOWN:
+            self._alert, self.recorder.careful = _ALERT_STEPS + 1, True
+        again = self.finding is not None and self.finding.place == found[0].place and self.state.helpless > 0
+        self.finding = found[0]
+        self._tell("finding", str(found[0]), repeated=again, **found[0].to_dict())
+        for name, words in advice_for(found[0]) if not again else ():
+            self._tell("advice", words, cause=name)
+        return found
+
+    def _act(self, finding: Finding, call: Call | None, *, scale: float) -> float | None:
+        self.state, move = guard.decide(self.state, finding, self.config)
+        if move.action is Action.RAISE:
+            if self._raise(finding, call):
+                return scale  # it was not the scale's fault
+            self.state, stop = guard.helpless(self.state, self.config)
+            move = guard.Move(Action.STOP if stop else Action.SKIP, "raising layers to float32 does not help")
+        if move.action is Action.LOWER:
+            self._tell("lower_scale", f"loss scale lowered to {move.scale:g}: {move.reason}", scale=move.scale)
+            return move.scale
+        if move.action is Action.STOP:
+            raise self._stopped(finding)
+        return None
+
+    def _raise(self, finding: Finding, call: Call | None) -> bool:
+        if self._remedy is None or call is None:
+            return False
+        calls, before = list(self.recorder.calls), self.state.raised
+        new = self._remedy.find(calls, finding, before)
+        if new is None:
+            return False
+        prices = self._remedy.price(call, new, before)
+        for one, price in zip(new, prices, strict=True):
+            self.state = guard.raised(self.state, one.layer, one.ops, self.step, self.config)
+            self._tell_raised(one, price, finding)
+        return True
+
+    def _tell_raised(self, one: Raised, price: Price, finding: Finding) -> None:
+        rule = rule_for(one)
+        self._tell(
+            "raise",
+            f"{_named(one)} computes in float32 from now on ({price})",
+            layer=one.layer,
+            ops=list(one.ops),
+            match=rule.match,
+            bytes=price.bytes,
+            milliseconds=price.seconds * 1e3,
+            because=str(finding),
+        )
+
+    def _stopped(self, finding: Finding) -> CastwiseError:
+        words = [text for _, text in advice_for(finding)]
+        advice = f" What to do next: {' '.join(words)}" if words else ""
+        message = (
+            f"Training has stopped after {self.state.helpless} steps in a row whose gradients were not finite, which "
+            f"no lower loss scale and no wider format mends. {finding}.{advice}"
+        )
+        self._tell("stop", message, **finding.to_dict())
+        return NonFiniteError(message)
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------
+
+    def _keep_buffers(self) -> None:
+        with torch.no_grad():
+            for name, b in self.model.named_buffers():
+                if b.is_floating_point() and b.layout is torch.strided and bool(b.isfinite().all()):
+                    self._buffers[name] = b.detach().clone()
+
+    def _heal(self) -> None:
+        """Running statistics that a broken forward has turned into NaN would stay NaN: put back the last good ones."""
+        with torch.no_grad():
+            for name, b in self.model.named_buffers():
+                kept = self._buffers.get(name)
+                if kept is not None and kept.shape == b.shape and not bool(b.isfinite().all()):
+                    b.copy_(kept)
+                    self._tell("heal", f"buffer {name} had become infinite or NaN and is as it was before", buffer=name)
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def warn_scale(self, scale: float, enabled: bool) -> None:
+        """Say once that the loss scale has fallen below the policy's warning level."""
+        low = enabled and scale < self.config.warn_scale_below
+        if low and not self.state.warned:
+            self._tell(
+                "scale_low",
+                f"the loss scale has fallen to {scale:g} (below {self.config.warn_scale_below:g}): small gradients are "
+                "lost from here on",
+                scale=scale,
+            )
+        if low != self.state.warned:
+            self.state = replace(self.state, warned=low)
+
+    def _tell(self, name: str, message: str, **data: Any) -> None:
+        event = Event(self.step, name, message, data)
+        self.events.append(event)
+        loud = event.alarm or name in ("raise", "heal")
+        level = logging.WARNING if loud and not data.get("repeated") else logging.INFO
+        log.log(level, "step %d: %s", self.step, message)
+        for listener in self.listeners:
+            listener(event)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later decisions depend on."""
+        buffers = {name: b.clone() for name, b in self._buffers.items()}
+        return {**self.state.to_dict(), "step": self.step, "alert": self._alert, "buffers": buffers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the guard that was saved would have."""
+        loaded = GuardState.from_dict(state)
+        if loaded.raised and self._remedy is None:
+            raise CastwiseError("Amp.load_state_dict: the state has raised layers, and a plan cannot. Load it without.")
+        self.state, self.step, self._alert = loaded, int(state["step"]), int(state["alert"])
+        self.recorder.step, self.recorder.careful = self.step, self._alert > 0
+        places = dict(self.model.named_buffers())
+        self._buffers = {n: b.to(places[n].device, copy=True) for n, b in state["buffers"].items() if n in places}
+        if self._remedy is not None:
+            self._remedy.apply(loaded.raised)
+
+
+class _Memory:
+    """The memory of a tensor without its graph, which must not outlive the step. Taking hold of it is no operation."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        plain = type(x) in (torch.Tensor, nn.Parameter)
+        self._kept = (x.untyped_storage(), x.dtype, x.storage_offset(), x.shape, x.stride()) if plain else x.detach()
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor on that memory."""
+        if isinstance(self._kept, torch.Tensor):
+            return self._kept
+        storage, dtype, offset, shape, stride = self._kept
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
+def _named(one: Raised) -> str:
+    layer = f"layer {one.layer}" if one.layer else "the model"
+    return f"{' and '.join(one.ops)} in {layer}" if one.ops else layer
