@@ -21,12 +21,11 @@ from castwise.policy import Rule
 
 from ._custom import custom_jvp_call, custom_vjp_call
 from ._dtypes import DType, widest
-from ._rewrite import Body, InType, coerced
+from ._layers import REGION
+from ._rewrite import Body
+from ._values import InType, Rewritten, coerced
 
-__all__ = ["HANDLERS", "REGION"]
-
-#: The name of the jit call around a region: an outer region leaves an inner one as it is.
-REGION = "castwise_autocast"
+__all__ = ["HANDLERS"]
 
 Handler = Callable[[Body, JaxprEqn, str, str], None]
 
@@ -36,8 +35,8 @@ def _inside(holder: Any) -> Jaxpr:
     return jaxpr
 
 
-def _like(holder: Any, jaxpr: Jaxpr) -> Any:
-    return ClosedJaxpr(jaxpr, holder.consts) if isinstance(holder, ClosedJaxpr) else jaxpr
+def _like(holder: Any, done: Rewritten) -> Any:
+    return done.closed(holder.consts) if isinstance(holder, ClosedJaxpr) else done.jaxpr
 
 
 def _call(key: str) -> Handler:
@@ -50,7 +49,7 @@ def _call(key: str) -> Handler:
         values = [body.read(var) for var in eqn.invars]
         holder = eqn.params[key]
         done = body.rewriter.jaxpr(_inside(holder), [value.type for value in values], layer, f"{path}/")
-        params = {**eqn.params, key: _like(holder, done.jaxpr)}
+        params = {**eqn.params, key: _like(holder, done)}
         body.emit(eqn, [value.atom for value in values], done.out, params)
 
     return handler
@@ -61,7 +60,7 @@ def _scan(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     values = [body.read(var) for var in eqn.invars]
     consts, xs = values[:first], values[last:]
-    carry = _carry_dtypes(body, eqn, eqn.invars[first:last], layer)
+    carry = _carry_dtypes(body, eqn, eqn.invars[first:last], layer, path)
     types = [value.type for value in consts] + [InType(dtype) for dtype in carry] + [InType(x.dtype) for x in xs]
     done = body.rewriter.jaxpr(_inside(params["jaxpr"]), types, layer, f"{path}/")
     out = [*carry, *done.out[len(carry) :]]
@@ -76,7 +75,7 @@ def _while(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
     for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
     values = [body.read(var) for var in eqn.invars]
     consts = values[: for_cond + for_body]
-    carry = _carry_dtypes(body, eqn, eqn.invars[len(consts) :], layer)
+    carry = _carry_dtypes(body, eqn, eqn.invars[len(consts) :], layer, path)
     carried = [InType(dtype) for dtype in carry]
     condition = body.rewriter.jaxpr(
         _inside(params["cond_jaxpr"]), [value.type for value in consts[:for_cond]] + carried, layer, f"{path}/cond/"
@@ -92,9 +91,9 @@ def _while(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
     body.emit(eqn, [*(value.atom for value in consts), *inits], carry, {**params, **new})
 
 
-def _carry_dtypes(body: Body, eqn: JaxprEqn, carried: Sequence[Any], layer: str) -> list[DType | None]:
+def _carry_dtypes(body: Body, eqn: JaxprEqn, carried: Sequence[Any], layer: str, path: str) -> list[DType | None]:
     dtypes = [body.rewriter.castable_dtype(var.aval) for var in carried]
-    choice = body.rewriter.choose(eqn.primitive.name, layer)
+    choice = body.rewriter.choice(eqn.primitive.name, layer, path)
     if choice.rule is Rule.LOW:
         return [choice.dtype if dtype is not None else None for dtype in dtypes]
     return dtypes

@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
 from ._dtypes import DType, float_dtype
-from ._rewrite import Body, InType, Rewriter, coerced
+from ._rewrite import Body, Rewriter
+from ._values import InType, coerced
 
 __all__ = ["custom_jvp_call", "custom_vjp_call"]
 
@@ -40,7 +41,7 @@ def custom_jvp_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
         out = [*done.out, *(dtype for dtype, zero in zip(done.out, out_zeros, strict=True) if not zero)]
         return coerced(ruled, out), consts, out_zeros
 
-    closed = ClosedJaxpr(done.jaxpr, params["call_jaxpr"].consts)
+    closed = done.closed(params["call_jaxpr"].consts)
     new = {**params, "call_jaxpr": closed, "jvp_jaxpr_fun": _wrapped(thunk, rule)}
     body.emit(eqn, [value.atom for value in values], done.out, new)
 
@@ -73,7 +74,7 @@ def custom_vjp_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
 
     new = {
         **params,
-        "call_jaxpr": ClosedJaxpr(done.jaxpr, params["call_jaxpr"].consts),
+        "call_jaxpr": done.closed(params["call_jaxpr"].consts),
         "fwd_jaxpr_thunk": _wrapped(forward_thunk, forward),
         "bwd": _wrapped(backward, params["bwd"]),
     }

@@ -13,7 +13,16 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-__all__ = ["layer_path", "layers_of"]
+__all__ = ["REGION", "in_region", "layer_path", "layers_of"]
+
+#: The scope, or the name of the jit call, of what a region has made: an outer region leaves an inner one as it is.
+REGION = "castwise_autocast"
+
+
+@functools.lru_cache(maxsize=8192)
+def in_region(stack: tuple[Any, ...]) -> bool:
+    """Whether an equation with this name stack was made by a region and has its formats already."""
+    return any(getattr(entry, "name", "") == REGION for entry in stack)
 
 
 def layer_path(outer: str, name_stack: Any) -> str:
@@ -24,7 +33,7 @@ def layer_path(outer: str, name_stack: Any) -> str:
 
 @functools.lru_cache(maxsize=8192)
 def _inner_path(stack: tuple[Any, ...]) -> str:
-    names = (entry.name for entry in stack if type(entry).__name__ == "Scope")
+    names = (entry.name for entry in stack if type(entry).__name__ == "Scope" and entry.name != REGION)
     return ".".join(part for name in names for part in name.replace("/", ".").split(".") if part)
 
 

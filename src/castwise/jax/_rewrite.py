@@ -12,81 +12,37 @@ A variable of the old jaxpr becomes a ``Value``: the same number in one or more 
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from castwise.policy import Rule
 
 from ._dtypes import CASTABLE, FP32, DType, fits, float_dtype, saturated, widest
-from ._layers import layer_path
+from ._layers import in_region, layer_path
+from ._params import holds_program, params_for, passes_through
 from ._rules import Choice, Chooser, contraction_length, demands
+from ._values import BROADCAST, CONVERT, InType, Record, Rewritten, Value, coerced, literal, retyped
 
-__all__ = ["Body", "InType", "Record", "Rewriter", "Rewritten", "Value", "coerced"]
-
-_CONVERT: Primitive = jax.lax.convert_element_type_p
-_BROADCAST: Primitive = jax.lax.broadcast_in_dim_p
-
-
-@dataclass(frozen=True, slots=True)
-class InType:
-    """What is known of a jaxpr's input: its dtype (None: not castable), and its value if it is a constant."""
-
-    dtype: DType | None
-    constant: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """A rewritten jaxpr, and the dtype of each result (None where it is not castable)."""
-
-    jaxpr: Jaxpr
-    out: tuple[DType | None, ...]
-
-
-@dataclass(slots=True)
-class Value:
-    """What a variable has become: its own dtype, the atom that holds it there, and casts of it made so far."""
-
-    atom: Any
-    dtype: DType | None  # None: not castable
-    constant: float | None = None
-    casts: dict[DType, Any] | None = None
-
-    @property
-    def type(self) -> InType:
-        return InType(self.dtype, self.constant)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One equation as it was decided; what reports and tests read."""
-
-    path: str
-    layer: str
-    primitive: str
-    choice: Choice
-    given: tuple[DType, ...]  # the castable inputs as they came
-    computed: tuple[DType, ...]  # ... and as the equation reads them
-    result: tuple[DType, ...]
-    casts: int  # casts made for it
-    shapes: tuple[tuple[int, ...], ...]
+__all__ = ["Body", "Rewriter"]
 
 
 class Rewriter:
-    """Rewrites jaxprs by the choices of one policy. Keeps what it has rewritten as long as the original lives.
+    """Rewrites jaxprs by the choices of one policy or plan. Keeps what it has rewritten as long as the original lives.
 
     Args:
         choose: the choice for a primitive in a layer.
         layered: whether layers matter to ``choose``; if not, a jaxpr is rewritten once wherever it is used.
         records: a list that receives a ``Record`` of each equation; it turns keeping off.
         castable: dtypes that may be changed.
+        planned: choices for single equations, by path; ``choose`` is asked for the others.
+        wide: the widest dtype of ``castable``.
     """
 
     def __init__(
@@ -96,16 +52,30 @@ class Rewriter:
         layered: bool = False,
         records: list[Record] | None = None,
         castable: frozenset[DType] = CASTABLE,
+        planned: Mapping[str, Choice] | None = None,
+        wide: DType = FP32,
     ) -> None:
-        self.choose = choose
+        self._choose = choose
         self.layered = layered or records is not None
         self.records = records
-        self.castable = castable
+        self.castable, self.wide = castable, wide
+        self._planned = planned or {}
+        self._paths = sorted(self._planned)
         from ._control import HANDLERS  # it needs this module's classes
 
         self.handlers = HANDLERS
         self._kept: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Rewritten]] = weakref.WeakKeyDictionary()
         self._whole: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
+
+    def choice(self, primitive: str, layer: str, path: str) -> Choice:
+        """How the equation at ``path`` is computed."""
+        return self._planned.get(path) or self._choose(primitive, layer)
+
+    def _planned_under(self, path: str) -> tuple[tuple[str, Choice], ...]:
+        """What is planned for the equations inside the one at ``path``: two calls of one jaxpr may differ in it."""
+        first = bisect.bisect_left(self._paths, path)
+        last = bisect.bisect_left(self._paths, path + "\U0010ffff")
+        return tuple((name[len(path) :], self._planned[name]) for name in self._paths[first:last])
 
     def castable_dtype(self, aval: Any) -> DType | None:
         """The dtype of an abstract value if it may be changed."""
@@ -117,7 +87,7 @@ class Rewriter:
         if self.records is not None:
             return Body(self, jaxpr, types, layer, path).rewritten()
         kept = self._kept.setdefault(jaxpr, {})
-        key = (tuple(types), layer if self.layered else "")
+        key = (tuple(types), layer if self.layered else "", self._planned_under(path) if self._planned else ())
         found = kept.get(key)
         if found is None:
             found = kept[key] = Body(self, jaxpr, types, layer, path).rewritten()
@@ -149,7 +119,7 @@ class Body:
         self.invars = [self._input(var, type_) for var, type_ in zip(old.invars, types, strict=True)]
 
     def _input(self, old: Var, type_: InType) -> Var:
-        aval = old.aval if type_.dtype is None else _retyped(old.aval, type_.dtype)
+        aval = old.aval if type_.dtype is None else retyped(old.aval, type_.dtype)
         new = Var(aval, old.initial_qdd, old.final_qdd)
         self._env[old] = Value(new, type_.dtype, type_.constant)
         self._input_of[old] = new
@@ -157,17 +127,21 @@ class Body:
 
     def rewritten(self) -> Rewritten:
         """Rewrite all equations."""
-        choose, layer = self.rewriter.choose, self.layer
+        choice, layer = self.rewriter.choice, self.layer
         needs_layer = self.rewriter.layered
         for index, eqn in enumerate(self.old.eqns):
+            stack = eqn.source_info.name_stack
+            if stack.stack and in_region(stack.stack):
+                self.as_written(eqn)
+                continue
             if needs_layer:
-                layer = layer_path(self.layer, eqn.source_info.name_stack)
+                layer = layer_path(self.layer, stack)
             path = f"{self.path}{index}"
             handler = self.rewriter.handlers.get(eqn.primitive.name)
             if handler is not None:
                 handler(self, eqn, layer, path)
                 continue
-            self.plain(eqn, choose(eqn.primitive.name, layer), layer, path)
+            self.plain(eqn, choice(eqn.primitive.name, layer, path), layer, path)
         outs = [self.read(var) for var in self.old.outvars]
         jaxpr = Jaxpr(
             self.constvars,
@@ -196,7 +170,7 @@ class Body:
 
     def new_var(self, aval: Any, dtype: DType | None) -> Var:
         """A new variable like ``aval``, in ``dtype`` where that is given."""
-        return Var(aval if dtype is None else _retyped(aval, dtype))
+        return Var(aval if dtype is None else retyped(aval, dtype))
 
     def cast(self, value: Value, dtype: DType | None, eqn: JaxprEqn) -> Any:
         """The atom of a value in ``dtype`` (None: as it is). A cast that was made before is used again."""
@@ -210,15 +184,15 @@ class Body:
         return made
 
     def _cast(self, value: Value, dtype: DType, eqn: JaxprEqn) -> Any:
-        aval = _retyped(value.atom.aval, dtype)
+        aval = retyped(value.atom.aval, dtype)
         if value.constant is None:
-            return self._emit_new(eqn, _CONVERT, [value.atom], aval, new_dtype=dtype, weak_type=False, sharding=None)
+            return self._emit_new(eqn, CONVERT, [value.atom], aval, new_dtype=dtype, weak_type=False, sharding=None)
         constant = saturated(value.constant, dtype)
-        scalar = _literal(np.asarray(constant, dtype)[()], ShapedArray((), dtype))
+        scalar = literal(np.asarray(constant, dtype)[()], ShapedArray((), dtype))
         if not aval.shape:
             return scalar
         shape = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
-        return self._emit_new(eqn, _BROADCAST, [scalar], aval, **shape)
+        return self._emit_new(eqn, BROADCAST, [scalar], aval, **shape)
 
     def _emit_new(self, eqn: JaxprEqn, primitive: Primitive, atoms: list[Any], aval: Any, **params: Any) -> Var:
         out = Var(aval)
@@ -258,11 +232,11 @@ class Body:
         before = len(self.eqns)
         values = [self.read(var) for var in eqn.invars]
         floats = [value for value in values if value.dtype is not None]
-        if eqn.primitive is _CONVERT:
+        if eqn.primitive is CONVERT:
             self._convert(eqn, values[0])
-        elif choice.rule is None or not floats or _holds_jaxpr_of_its_own(eqn.params):
+        elif choice.rule is None or not floats or holds_program(eqn.params):
             self.as_written(eqn)
-        elif choice.rule is Rule.WIDEST and _passes_through(eqn):
+        elif choice.rule is Rule.WIDEST and passes_through(eqn):
             self.emit(eqn, [value.atom for value in values], [value.dtype for value in values])
         else:
             choice = self._on_its_merits(eqn, choice)
@@ -292,11 +266,13 @@ class Body:
         dtype = choice.dtype if choice.rule is not Rule.WIDEST else self._widest(choice, floats)
         assert dtype is not None
         atoms = [self.cast(value, dtype, eqn) for value in values]
-        params, result = _params_for(eqn, dtype, choice)
+        params, result = params_for(eqn, dtype, choice)
         castable = self.rewriter.castable_dtype
         results = self.emit(eqn, atoms, [result if castable(var.aval) else None for var in eqn.outvars], params)
         if choice.view and len(values) == 1:
             results[0].constant = values[0].constant
+        if choice.rounds is not None:
+            self._env[eqn.outvars[0]] = Value(self.cast(results[0], choice.rounds, eqn), choice.rounds)
 
     def _widest(self, choice: Choice, floats: list[Value]) -> DType:
         """The widest dtype among the inputs. Constants follow the others, unless they would not survive that."""
@@ -305,7 +281,7 @@ class Body:
         if strong and not choice.stores_constant:
             for value in floats:
                 if value.constant is not None and not fits(value.constant, dtype):
-                    return widest([dtype, FP32])
+                    return widest([dtype, self.rewriter.wide])
         return dtype
 
     def _convert(self, eqn: JaxprEqn, value: Value) -> None:
@@ -336,7 +312,7 @@ class Body:
                 tuple(value.dtype for value in floats if value.dtype is not None),
                 tuple(dtype for var in emitted.invars if (dtype := castable(var.aval)) is not None),
                 tuple(dtype for var in eqn.outvars if (dtype := self.read(var).dtype) is not None),
-                sum(made.primitive is _CONVERT for made in self.eqns[before:-1]),
+                sum(made.primitive is CONVERT for made in self.eqns[before:-1]),
                 tuple(tuple(getattr(var.aval, "shape", ())) for var in eqn.invars),
             )
         )
@@ -351,100 +327,3 @@ class Body:
         if not hasattr(effect, "input") or isinstance(effect.input, int):
             return effect
         return effect.replace(self._env[effect.input].atom)
-
-
-def coerced(done: Rewritten, dtypes: Sequence[DType | None], like: Sequence[Any] | None = None) -> Jaxpr:
-    """The rewritten jaxpr with results in ``dtypes`` (None: as they are), and as weakly typed as ``like``."""
-    jaxpr, eqns, outs = done.jaxpr, list(done.jaxpr.eqns), list[Any]()
-    made: dict[tuple[int, DType, bool], Var] = {}
-    for index, (out, dtype) in enumerate(zip(jaxpr.outvars, dtypes, strict=True)):
-        aval: Any = out.aval
-        weak = bool(like is not None and getattr(like[index].aval, "weak_type", False))
-        if dtype is None or (float_dtype(aval) == dtype and aval.weak_type == weak):
-            outs.append(out)
-            continue
-        key = (id(out), dtype, weak)
-        if key not in made:
-            made[key] = Var(aval.update(dtype=dtype, weak_type=weak))
-            params = {"new_dtype": dtype, "weak_type": weak, "sharding": None}
-            eqns.append(jax.extend.core.new_jaxpr_eqn([out], [made[key]], _CONVERT, params, frozenset()))
-        outs.append(made[key])
-    return Jaxpr(jaxpr.constvars, jaxpr.invars, outs, eqns, jaxpr.effects, jaxpr.debug_info, jaxpr.is_high)
-
-
-def _literal(value: Any, aval: Any) -> Literal:
-    return Literal(value, aval)  # type: ignore[no-untyped-call]
-
-
-def _retyped(aval: Any, dtype: DType) -> Any:
-    if aval.dtype == dtype and not aval.weak_type:
-        return aval
-    return aval.update(dtype=dtype, weak_type=False)
-
-
-def _passes_through(eqn: JaxprEqn) -> bool:
-    """Whether each result is its own input's (a barrier, a sum over devices): inputs need no common dtype."""
-    ins, outs = eqn.invars, eqn.outvars
-    if not eqn.primitive.multiple_results or len(ins) != len(outs):
-        return False
-    return all(getattr(a.aval, "dtype", None) == getattr(b.aval, "dtype", None) for a, b in zip(ins, outs, strict=True))
-
-
-def _params_for(eqn: JaxprEqn, dtype: DType, choice: Choice) -> tuple[dict[str, Any], DType]:
-    """The parameters of an equation whose floating inputs are now of ``dtype``, and the dtype of its results."""
-    params = eqn.params
-    if "preferred_element_type" in params:
-        return _product_params(eqn, dtype, choice)
-    retyped = {
-        key: ClosedJaxpr(_with_dtype(value.jaxpr, dtype), value.consts)
-        if isinstance(value, ClosedJaxpr)
-        else _with_dtype(value, dtype)
-        for key, value in params.items()
-        if isinstance(value, ClosedJaxpr | Jaxpr)
-    }
-    return ({**params, **retyped} if retyped else params), dtype
-
-
-def _product_params(eqn: JaxprEqn, dtype: DType, choice: Choice) -> tuple[dict[str, Any], DType]:
-    """A product's result has the dtype of its inputs, unless it was written to be wider than they are."""
-    preferred = eqn.params["preferred_element_type"]
-    written = widest(d for var in eqn.invars if (d := float_dtype(var.aval)) is not None)
-    result = dtype
-    if preferred is not None and widest([np.dtype(preferred), written]) != written:
-        result = widest([np.dtype(preferred), dtype])
-    if choice.wide_result:
-        result = widest([FP32, dtype])
-    if preferred is None and result == dtype:
-        return eqn.params, dtype
-    return {**eqn.params, "preferred_element_type": result}, result
-
-
-# Parameters that say how two numbers are combined: they hold one equation, and take the dtype of the operation.
-_COMBINERS = frozenset({"update_jaxpr", "jaxpr", "select_jaxpr", "scatter_jaxpr"})
-
-
-def _holds_jaxpr_of_its_own(params: dict[str, Any]) -> bool:
-    """Whether an equation holds a program, rather than a scatter's or reduction's way to combine two numbers."""
-    for key, value in params.items():
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-            if key not in _COMBINERS or any(getattr(var.aval, "shape", ()) for var in inner.invars):
-                return True
-    return False
-
-
-def _with_dtype(jaxpr: Jaxpr, dtype: DType) -> Jaxpr:
-    """A combiner for numbers of another dtype."""
-    new: dict[Var, Var] = {}
-
-    def var(old: Any) -> Any:
-        retyped = _retyped(old.aval, dtype) if float_dtype(old.aval) in CASTABLE else old.aval
-        if isinstance(old, Literal):
-            return _literal(old.val, retyped)
-        return new.setdefault(old, Var(retyped))
-
-    invars, constvars = [var(v) for v in jaxpr.invars], [var(v) for v in jaxpr.constvars]
-    eqns = [
-        eqn.replace(invars=[var(v) for v in eqn.invars], outvars=[var(v) for v in eqn.outvars]) for eqn in jaxpr.eqns
-    ]
-    return Jaxpr(constvars, invars, [var(v) for v in jaxpr.outvars], eqns, jaxpr.effects, jaxpr.debug_info)

@@ -39,6 +39,7 @@ class Choice:
         stores_constant: a constant lands in the result, so it saturates instead of becoming infinite.
         view: it only passes values on, so a constant stays one.
         wide_result: for LOW products, the result is float32.
+        rounds: for products, what the result is rounded to once it is there.
     """
 
     op: str
@@ -48,6 +49,7 @@ class Choice:
     stores_constant: bool = False
     view: bool = False
     wide_result: bool = False
+    rounds: DType | None = None
 
 
 class Rules:

@@ -19,8 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from castwise.policy import Policy
 
-from ._control import REGION
-from ._layers import layers_of
+from ._inline import differentiated_while_traced, inlined
+from ._layers import REGION, layers_of
 from ._rewrite import Rewriter
 from ._rules import resolve, rules_for
 
@@ -79,7 +79,12 @@ class _Region:
         arrays, traceable = self.prepared(args, kwargs)
         closed, out_tree = traceable.traced(arrays)
         jaxpr = self._rewritten(closed.jaxpr)
-        return jax.tree.unflatten(out_tree, jax.extend.core.jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays))
+        call = region_call(jaxpr)
+        if call is not None and differentiated_while_traced(arrays):
+            results = inlined(jaxpr, call, closed.consts, arrays)
+        else:
+            results = jax.extend.core.jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
+        return jax.tree.unflatten(out_tree, results)
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Traceable]:
         """The arrays of a call, and the function of them that is traced."""

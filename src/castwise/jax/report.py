@@ -10,8 +10,9 @@ from typing import Any
 from castwise.policy import Policy
 
 from ._dtypes import DType, format_name
-from ._rewrite import Record, Rewriter
+from ._rewrite import Rewriter
 from ._rules import resolve, rules_for
+from ._values import Record
 from .autocast import _Region, region_call
 
 __all__ = ["OpReport", "Report", "report"]
