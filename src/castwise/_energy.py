@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from castwise._graph_index import Bools, Floats
-from castwise._terms import HIGH_BYTES, LOW_BYTES, Roles, Weights
+from castwise._terms import Roles, Weights, widths_of
 
 if TYPE_CHECKING:
     from castwise.cost import Costs
@@ -88,6 +88,7 @@ def saved_bytes(graph: Graph, costs: Costs, used: Usage) -> Floats:
     index, roles = graph.index, Roles.of(graph, costs.fmt)
     exists_low = index.stored & (costs.kept | roles.arrives_low)
     exists_high = index.stored & ~roles.arrives_low
-    per_element = LOW_BYTES * (used.saved_low & ~exists_low) + HIGH_BYTES * (used.saved_high & ~exists_high)
+    high_width, low_width = widths_of(costs.fmt)
+    per_element = low_width * (used.saved_low & ~exists_low) + high_width * (used.saved_high & ~exists_high)
     other = index.saves.any(index.tensors) & ~roles.movable & ~index.stored
     return index.elements * np.where(other, index.itemsize, per_element)

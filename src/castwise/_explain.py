@@ -121,7 +121,7 @@ def _verdict(plan: Plan, position: int) -> Verdict:
 
 def _reason(plan: Plan, cause: Cause, change: Change, *, low: bool) -> str:
     """The decision in words: what the other format would cost."""
-    other = "fp32" if low else plan.fmt
+    other = plan.wide if low else plan.fmt
     saved = f", to save {show_seconds(-change.seconds)}" if change.seconds < 0 else ""
     match cause:
         case Cause.TIME:

@@ -26,7 +26,7 @@ import numpy as np
 
 from castwise._graph_index import Bools
 from castwise._ranges import RangeRecord
-from castwise._terms import HIGH, LOW, Roles
+from castwise._terms import HIGH, LOW, Roles, wide_of
 from castwise.catalogue import OpClass, OpEntry, load_catalogue
 from castwise.errors import PolicyError
 from castwise.formats import FORMATS, parse_format
@@ -153,7 +153,7 @@ def _as_pin(decision: Decision, fmt: str) -> Pin | None:
         return Pin(LOW, Cause.POLICY, decision.reason)
     if decision.rule is Rule.HIGH:
         return Pin(HIGH, Cause.POLICY, decision.reason)
-    return Pin(HIGH, Cause.POLICY, f"{decision.reason}; a plan in {fmt} has fp32 for everything else")
+    return Pin(HIGH, Cause.POLICY, f"{decision.reason}; a plan in {fmt} has {wide_of(fmt)} for everything else")
 
 
 def _range_pins(graph: Graph, fmt: str, risks: Risks) -> Iterator[tuple[int, Pin]]:
@@ -183,6 +183,8 @@ def _catalogue_pins(graph: Graph, fmt: str, risks: Risks, entries: Mapping[str, 
     asked_for = _integers_asked_for(graph).tolist()
     safe = {name for name, entry in entries.items() if default_rule(entry, fmt) is not Rule.HIGH}
     safe -= {name for name, entry in entries.items() if entry.hazards.get(fmt)}
+    if wide_of(fmt) == "fp64":  # what the catalogue keeps wide, it keeps in fp32
+        safe = {*entries}
     for position, op in enumerate(graph.ops):
         if asked_for[position]:
             reason = "its integer result changes where rounding makes or breaks a tie"

@@ -25,7 +25,7 @@ from castwise.risk import Risks
 
 __all__ = ["Problem"]
 
-_PLANNED_BITS = 16
+_PLANNED = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,11 @@ class Problem:
         self.risks.check(self.graph)
         if self.costs.fmt != self.risks.fmt:
             raise PlanError(f"Costs are for {self.costs.fmt}, risks for {self.risks.fmt}. Make both for one format.")
-        if parse_format(self.costs.fmt).bits != _PLANNED_BITS:
-            raise PlanError(f"A plan chooses between fp32 and a 16-bit format, not {self.costs.fmt}. Use bf16 or fp16.")
+        if parse_format(self.costs.fmt).name not in _PLANNED:
+            raise PlanError(
+                f"A plan chooses between fp32 and a 16-bit format, or fp64 and fp32, not {self.costs.fmt}. Use bf16, "
+                "fp16 or fp32."
+            )
 
     @classmethod
     def of(cls, graph: Graph, costs: Costs, risks: Risks, policy: Policy) -> Self:
@@ -53,7 +56,7 @@ class Problem:
         """
         unpinned = cls(graph, costs, risks, {})
         wanted = policy.low_format
-        if is_wide(wanted):
+        if is_wide(wanted) and wanted.name != costs.fmt:
             reason = f"format = {policy.format!r}"
             return replace(unpinned, pins=dict.fromkeys(range(len(graph)), Pin(HIGH, Cause.POLICY, reason)))
         if wanted.name != costs.fmt:

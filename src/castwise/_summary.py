@@ -10,7 +10,7 @@ import numpy as np
 
 from castwise._energy import Score
 from castwise._pins import Cause
-from castwise._terms import HIGH_BYTES, LOW_BYTES
+from castwise._terms import wide_of, widths_of
 from castwise._units import show_bytes, show_seconds
 from castwise.risk import Breakdown
 
@@ -102,7 +102,8 @@ class Summary:
 
     def __str__(self) -> str:
         what = "training step" if self.training else "inference"
-        title = f"{self.name or 'plan'}: fp32 and {self.format}, {what}, {self.device or 'unnamed device'}"
+        wide = wide_of(self.format)
+        title = f"{self.name or 'plan'}: {wide} and {self.format}, {what}, {self.device or 'unnamed device'}"
         counts = ", ".join(f"{count} in {fmt}" for fmt, count in self.ops.items())
         timed = "predicted" if not self.measured else f"{self.measured:.0%} of ops measured"
         lines = [
@@ -110,14 +111,14 @@ class Summary:
             f"  ops     {counts}; {self.without_floats} without floating-point operands",
             f"  casts   {self.casts_down} down, {self.casts_up} up a step ({show_bytes(self.cast_bytes)} read and "
             f"written); {self.kept_copies} low copies kept ({show_bytes(self.kept_bytes)})",
-            f"  time    {show_seconds(self.planned.seconds)}; fp32 {show_seconds(self.fp32.seconds)} "
+            f"  time    {show_seconds(self.planned.seconds)}; {wide} {show_seconds(self.fp32.seconds)} "
             f"({self.speedup:.2f}× as long); {timed}",
             f"  noise   {self._noise()}",
         ]
         if self.training:
             lines.append(
                 f"  memory  {show_bytes(self.planned.saved_bytes)} saved for backward; "
-                f"fp32 {show_bytes(self.fp32.saved_bytes)}"
+                f"{wide} {show_bytes(self.fp32.saved_bytes)}"
             )
         proven = self.gap <= _NEGLIGIBLE * self.planned.seconds
         lines.append(f"  optimum {'proven' if proven else f'at most {show_seconds(self.gap)} away'}")
@@ -133,13 +134,13 @@ class Summary:
 
     def _reasons(self) -> list[str]:
         if not self.stays_fp32:
-            return ["  stays fp32: nothing"]
+            return [f"  stays {wide_of(self.format)}: nothing"]
         shown = [
             f"    {kept.count:>5}  {kept.cause}: {kept.reason} ({', '.join(kept.names)})"
             for kept in self.stays_fp32[:_MOST_REASONS]
         ]
         rest = sum(kept.count for kept in self.stays_fp32[_MOST_REASONS:])
-        return ["  stays fp32:", *shown, *([f"    {rest:>5}  for other reasons"] if rest else [])]
+        return [f"  stays {wide_of(self.format)}:", *shown, *([f"    {rest:>5}  for other reasons"] if rest else [])]
 
 
 def casts(plan: Plan) -> tuple[Cast, ...]:
@@ -148,11 +149,11 @@ def casts(plan: Plan) -> tuple[Cast, ...]:
     graph, costs, index = problem.graph, problem.costs, problem.graph.index
     found = []
     for down in (True, False):
-        source, target = ("fp32", problem.fmt) if down else (problem.fmt, "fp32")
+        source, target = (plan.wide, problem.fmt) if down else (problem.fmt, plan.wide)
         seconds = costs.down if down else costs.up
         for position in np.flatnonzero(used.cast_down if down else used.cast_up):
             tensor, kept = graph.tensors[position], bool(down and costs.kept[position])
-            size = float(index.elements[position]) * (HIGH_BYTES + LOW_BYTES)
+            size = float(index.elements[position]) * sum(widths_of(problem.fmt))
             backward = graph.training and tensor.requires_grad
             cast = Cast(tensor.name, source, target, size, float(seconds[position]), kept, backward)
             found.append((int(position), cast))
@@ -172,13 +173,13 @@ def summarise(plan: Plan) -> Summary:
         format=problem.fmt,
         device=costs.device,
         training=graph.training,
-        ops={problem.fmt: low, "fp32": int(floats.sum()) - low},
+        ops={problem.fmt: low, plan.wide: int(floats.sum()) - low},
         without_floats=int((~floats).sum()),
         casts_down=sum(cast.target == problem.fmt for cast in step),
-        casts_up=sum(cast.target == "fp32" for cast in step),
+        casts_up=sum(cast.target == plan.wide for cast in step),
         cast_bytes=sum(cast.step_bytes for cast in step),
         kept_copies=len(kept),
-        kept_bytes=sum(cast.bytes for cast in kept) * LOW_BYTES / (HIGH_BYTES + LOW_BYTES),
+        kept_bytes=sum(cast.bytes for cast in kept) * widths_of(problem.fmt)[1] / sum(widths_of(problem.fmt)),
         planned=plan.score,
         fp32=plan.fp32,
         measured=float(costs.measured.mean()) if index.ops else 0.0,

@@ -22,19 +22,43 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import numpy as np
 
 from castwise._graph_index import Bools, Floats, GraphIndex, Ints
+from castwise.formats import FORMATS
 
 if TYPE_CHECKING:
     from castwise.cost import Costs
     from castwise.graph import Graph
     from castwise.risk import Risks
 
-__all__ = ["HIGH", "HIGH_BYTES", "LOW", "LOW_BYTES", "NOBODY", "Demands", "Roles", "Terms", "Weights"]
+__all__ = [
+    "HIGH",
+    "HIGH_BYTES",
+    "LOW",
+    "LOW_BYTES",
+    "NOBODY",
+    "Demands",
+    "Roles",
+    "Terms",
+    "Weights",
+    "wide_of",
+    "widths_of",
+]
 
 HIGH, LOW = False, True
 """The two labels, as they stand in arrays of labels: ``labels[op]`` is true where the op computes in 16 bits."""
 
 HIGH_BYTES, LOW_BYTES = 4, 2
 """Bytes per element of fp32 (and tf32, which is stored as fp32) and of a 16-bit format."""
+
+
+def wide_of(fmt: str) -> str:
+    """What HIGH means where LOW means ``fmt``: fp32 beside a 16-bit format, fp64 beside fp32."""
+    return "fp64" if fmt == "fp32" else "fp32"
+
+
+def widths_of(fmt: str) -> tuple[int, int]:
+    """Bytes per element where a tensor is HIGH, and where it is LOW, in ``fmt``."""
+    return FORMATS[wide_of(fmt)].bytes, FORMATS[fmt].bytes
+
 
 NOBODY = -1
 """In place of an owner: the demand is paid whenever a member makes it."""
@@ -156,7 +180,8 @@ class Roles:
     def of(cls, graph: Graph, fmt: str) -> Self:
         formats = [tensor.format for tensor in graph.tensors]
         low = np.array([name == fmt for name in formats], bool)
-        high = np.array([name in ("fp32", "tf32") for name in formats], bool)
+        wide = ("fp64",) if wide_of(fmt) == "fp64" else ("fp32", "tf32")
+        high = np.array([name in wide for name in formats], bool)
         index = graph.index
         given = index.producer == NOBODY
         return cls(low | high, low & given, high & index.keeps_format, low & index.keeps_format)
@@ -208,8 +233,9 @@ def _saved_copies(index: GraphIndex, roles: Roles, costs: Costs) -> tuple[Demand
 
     A stored tensor exists anyway, in the format it is stored in, and so does its low copy where that is kept.
     """
-    low_bytes = np.where(index.stored & (costs.kept | roles.arrives_low), 0.0, LOW_BYTES * index.elements)
-    high_bytes = np.where(index.stored & ~roles.arrives_low, 0.0, HIGH_BYTES * index.elements)
+    high_width, low_width = widths_of(costs.fmt)
+    low_bytes = np.where(index.stored & (costs.kept | roles.arrives_low), 0.0, low_width * index.elements)
+    high_bytes = np.where(index.stored & ~roles.arrives_low, 0.0, high_width * index.elements)
     saves = index.saves.keep(roles.movable[index.saves.tensor])
     nobody, never = np.full(index.tensors, NOBODY), np.zeros(index.tensors, bool)
     low, high = (

@@ -33,7 +33,7 @@ from castwise._pins import HAZARD_HEADROOM, RANGE_HEADROOM, Cause, Pin, preset_l
 from castwise._plan_io import Fingerprint
 from castwise._problem import Problem
 from castwise._summary import Cast, Summary, casts, summarise
-from castwise._terms import HIGH, Weights
+from castwise._terms import HIGH, Weights, wide_of
 from castwise.cost import Costs
 from castwise.errors import PlanError, did_you_mean
 from castwise.graph import Graph
@@ -91,17 +91,22 @@ class Plan:
         """The 16-bit format, by Castwise's short name."""
         return self.problem.fmt
 
+    @property
+    def wide(self) -> str:
+        """What ops compute in that are not LOW: fp32, and fp64 in a plan for fp64 and fp32."""
+        return wide_of(self.fmt)
+
     def format_of(self, op: str) -> str:
         """The format in which the op with id ``op`` computes. Raises PlanError where there is none of that id."""
         positions = self.problem.graph.positions
         if op not in positions:
             raise PlanError(f"The plan has no op {op!r}.{did_you_mean(op, positions)} plan.formats lists all ops.")
-        return self.fmt if self.labels[positions[op]] else "fp32"
+        return self.fmt if self.labels[positions[op]] else self.wide
 
     @cached_property
     def formats(self) -> Mapping[str, str]:
         """The format of every op, by op id, in execution order."""
-        names = np.where(self.labels, self.fmt, "fp32").tolist()
+        names = np.where(self.labels, self.fmt, self.wide).tolist()
         return dict(zip(self.problem.graph.positions, names, strict=True))
 
     @cached_property
@@ -123,7 +128,7 @@ class Plan:
 
     @cached_property
     def fp32(self) -> Score:
-        """The same for a step in which every op computes in fp32."""
+        """The same for a step in which every op computes in fp32 (``wide``)."""
         return self.problem.score(np.zeros_like(self.labels))
 
     @property

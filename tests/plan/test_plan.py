@@ -443,3 +443,18 @@ def test_problems_are_refused_where_arrays_do_not_fit_the_graph() -> None:
         Problem.of(other, costs, risks_of(other), BF16)
     with pytest.raises(PlanError, match="Make risks from this graph"):
         Problem.of(graph, costs, risks_of(other), BF16)
+
+
+def test_a_plan_for_fp64_and_fp32_chooses_between_these():
+    build = GraphBuilder("solver")
+    x = build.tensor("x", (8, 8), kind="input", format="fp64")
+    for name in ("a", "b"):
+        y = build.tensor(f"y_{name}", (8, 8), format="fp64", kind="output" if name == "b" else "activation")
+        x = build.op(name, "matmul", [x], [y])
+    graph = build.build()
+    costs = Costs("fp32", np.ones(2), np.array([0.4, 0.4]), np.full(3, 0.1), np.full(3, 0.1), np.zeros(3, bool))
+    risks = Risks.from_sensitivities(graph, "fp32", np.array([0.0, 1.0, 9.0]))
+    plan = solve(graph, costs, risks, Policy(format="float32"), budget=2.0)
+    assert dict(plan.formats) == {"a": "fp32", "b": "fp64"}
+    assert plan.wide == "fp64" and "fp64 and fp32" in str(plan.summary())
+    assert Plan.from_dict(plan.to_dict()).formats == plan.formats
