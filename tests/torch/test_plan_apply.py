@@ -121,6 +121,37 @@ def all_low_but_wide(found: Plan) -> list[str]:
     return [op.id for op, reads, label in pairs if op.promotes and not label and reads and all(low[t] for t in reads)]
 
 
+@pytest.mark.parametrize("case", NAMES, ids="-".join)
+def test_what_runs_gives_the_rewritten_graphs_results_bit_for_bit(plans: Any, case: tuple[str, str]) -> None:
+    _, inputs, _ = plans[case]
+    args, kwargs = as_arguments(inputs)
+    planned = applied(plans, case, True)
+    graph = planned.graph_for(args, kwargs)
+    buffers = {name: b.clone() for name, b in planned.named_buffers()}
+    have = leaves(planned(*args, **kwargs))
+    for name, b in planned.named_buffers():
+        b.copy_(buffers[name])
+    want = leaves(graph.module(*args, **kwargs))
+    assert [x.dtype for x in have] == [x.dtype for x in want]
+    assert all(torch.equal(x, y) for x, y in zip(have, want, strict=True))
+
+
+def test_a_parameter_or_submodule_that_was_replaced_is_used_at_the_next_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)))
+    x = torch.randn(3, 8)
+    planned = apply(model, plan(model, (x,), policy="float32"))
+    planned(x)
+    model[0].weight = nn.Parameter(torch.randn(8, 8))
+    assert torch.equal(planned(x), model(x))
+    model[1][1] = nn.Linear(8, 4)
+    assert torch.equal(planned(x), model(x))
+    model[1] = nn.Sequential(nn.ReLU(), nn.Linear(8, 4))
+    assert torch.equal(planned(x), model(x))
+    planned(x).sum().backward()
+    assert model[1][1].weight.grad is not None
+
+
 def test_parameters_state_dict_and_mode_are_the_users() -> None:
     model = GPT()
     applied = apply(model, plan(model, (torch.zeros(2, 4, dtype=torch.long),), policy="bfloat16", device="h100"))

@@ -24,6 +24,7 @@ from castwise.catalogue import OpClass
 from castwise.plan import Plan
 
 from . import _aten
+from ._flat import FlatRun
 from ._rewrite import rewrite
 from .capture import Captured, capture, flat_inputs
 
@@ -33,6 +34,8 @@ log = logging.getLogger("castwise.torch.apply")
 
 _MOST_GRAPHS = 16
 """Graphs of one model that are kept; more mean that some input is different at each call."""
+_MOST_CALLS = 256
+"""Kinds of call (shapes and formats of all inputs) whose graph is known without a search."""
 
 Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
 
@@ -59,7 +62,8 @@ class _Graph:
 
     key: tuple[Any, ...]
     module: fx.GraphModule
-    run: Callable[..., Any]
+    run: Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
+    """Takes a call's inputs as a flat list, and as they came."""
     formats: Mapping[str, str]
 
 
@@ -79,6 +83,7 @@ class Applied(nn.Module):
         self._emulate = emulate
         self._wrap = wrap
         self._graphs: list[_Graph] = []
+        self._known: dict[Any, _Graph] = {}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -93,23 +98,40 @@ class Applied(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        graph = self.graph_for(args, kwargs)
-        _share_state(graph.module, self.castwise_model)
-        return graph.run(*args, **kwargs)
+        flat, structure = flattened(args, kwargs)
+        return self._graph(args, kwargs, flat, structure).run(flat, args, kwargs)
 
     def graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph:
         """The graph that covers a call, captured now if there is none yet."""
+        return self._graph(args, kwargs, *flattened(args, kwargs))
+
+    def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any], structure: Any) -> _Graph:
+        mode = self.mode()
+        call = (mode, structure, *map(_exact_kind, flat))
+        try:
+            found = self._known.get(call)
+        except TypeError:  # an input that has no hash
+            return self._search(mode, structure, args, kwargs, flat)
+        if found is None:
+            found = self._search(mode, structure, args, kwargs, flat)
+            if len(self._known) >= _MOST_CALLS:
+                self._known.clear()
+            self._known[call] = found
+        return found
+
+    def mode(self) -> bool:
+        """Whether the next call is one in training mode."""
         self.training = self.castwise_model.training
-        flat, tree = torch.utils._pytree.tree_flatten((args, kwargs))
-        found = self.covering((self.training, tree), flat)
-        return self.add_graph((args, kwargs), (self.training, tree), flat) if found is None else found
+        return bool(self.training)
 
-    def covering(self, mode: tuple[Any, ...], flat: list[Any]) -> _Graph | None:
-        """The graph for a mode and these inputs that there is already, or None."""
-        key = (*mode, tuple(_kind(x) for x in flat))
-        return next((g for g in self._graphs if g.key == key and _covers(g.module, flat)), None)
+    def _search(
+        self, mode: bool, structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any]
+    ) -> _Graph:
+        key = (mode, structure, tuple(_kind(x) for x in flat))
+        found = next((g for g in self._graphs if g.key == key and _covers(g.module, flat)), None)
+        return self.add_graph((args, kwargs), key) if found is None else found
 
-    def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], mode: tuple[Any, ...], flat: list[Any]) -> _Graph:
+    def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
         """Capture the model in its present mode for such a call, with the plan's formats."""
         if len(self._graphs) == _MOST_GRAPHS:
             log.warning(
@@ -119,16 +141,28 @@ class Applied(nn.Module):
                 _MOST_GRAPHS,
             )
             self._graphs.pop(0)
+            self._known.clear()
         captured = capture_call(self.castwise_model, *call, training=self.castwise_plan.problem.graph.training)
         formats = formats_for(captured, self.castwise_plan)
         device_type = next((t.device.type for t in _tensors(self.castwise_model, call)), "cpu")
         module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
         module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
         module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
-        key = (*mode, tuple(_kind(x) for x in flat))
-        graph = _Graph(key, module, module if self._wrap is None else self._wrap(module), formats)
+        graph = _Graph(key, module, self.runner(module), formats)
         self._graphs.append(graph)
         return graph
+
+    def runner(self, module: fx.GraphModule) -> Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]:
+        """What runs a rewritten graph."""
+        if self._wrap is None:
+            return FlatRun(module, self.castwise_model)
+        wrapped = self._wrap(module)
+
+        def run(_flat: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            _share_state(module, self.castwise_model)
+            return wrapped(*args, **kwargs)
+
+        return run
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -200,6 +234,19 @@ def _places(ops: tuple[Any, ...]) -> list[tuple[str, str, int]]:
 
 
 # ---- which graph covers which call -----------------------------------------------------------------------------------
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """A call's inputs as a flat list, and their structure. That of tensors alone needs no search for more inside."""
+    flat = [*args, *kwargs.values()]
+    if all(type(x) is torch.Tensor for x in flat):
+        return flat, (len(args), *kwargs)
+    flat, structure = torch.utils._pytree.tree_flatten((args, kwargs))
+    return flat, structure
+
+
+def _exact_kind(x: Any) -> Any:
+    return (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
 
 
 def _kind(x: Any) -> Any:

@@ -21,6 +21,7 @@ from castwise.plan import Plan as NeutralPlan
 from castwise.policy import Policy
 
 from . import _aten
+from ._flat import FlatRun
 from .apply import Applied, _Graph
 from .autocast import autocast
 from .capture import CaptureError
@@ -37,19 +38,24 @@ class Inference(Applied):
     """See `for_inference`. Runs without gradients and in evaluation mode, whatever mode the model is in."""
 
     def __init__(self, model: nn.Module, plan: NeutralPlan, *, emulate: bool | None = None) -> None:
-        super().__init__(model, plan, emulate=emulate, wrap=with_kept_constants)
+        super().__init__(model, plan, emulate=emulate)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            return self.graph_for(args, kwargs).run(*args, **kwargs)
+            return super().forward(*args, **kwargs)
 
-    def graph_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph:
-        flat, tree = torch.utils._pytree.tree_flatten((args, kwargs))
-        found = self.covering((False, tree), flat)
-        if found is not None:
-            return found
+    def mode(self) -> bool:
+        """Evaluation mode, always."""
+        return False
+
+    def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
+        """Capture the model in evaluation mode."""
         with evaluating(self.castwise_model):
-            return self.add_graph((args, kwargs), (False, tree), flat)
+            return super().add_graph(call, key)
+
+    def runner(self, module: fx.GraphModule) -> Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]:
+        """What runs a graph on weights as they were when it was made."""
+        return FlatRun(with_kept_constants(module), None)
 
 
 def for_inference(

@@ -1,0 +1,116 @@
+"""A rewritten graph as one plain function of tensors: what runs at each call of a planned model.
+
+The module that `fx` makes of a graph looks up each parameter by its path, flattens its arguments and builds its outputs
+by the general rules for nested structures. For a small model that costs as much as its kernels. Here parameters are
+arguments, read at each call from the dictionaries in which the model itself keeps them: a parameter that was moved or
+replaced is found without a search. And ops are called through torch's own Python functions, which take half the time of
+calling them by schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from . import _aten
+
+__all__ = ["FlatRun"]
+
+# Where torch keeps the functions and methods that it generates from the schemas of ops.
+_HOMES = (
+    (torch._C._VariableFunctions, BuiltinFunctionType),
+    (torch._C._nn, BuiltinFunctionType),
+    (torch._C.TensorBase, MethodDescriptorType),
+)
+
+_Place = tuple[dict[str, Any], str]
+
+
+class FlatRun:
+    """Runs a graph on its flat inputs. Parameters and buffers are those of `model` where it has them."""
+
+    def __init__(self, module: fx.GraphModule, model: nn.Module | None) -> None:
+        self._model = model
+        self._out_spec = module._out_spec if hasattr(module, "_out_spec") else None
+        graph, self._paths = _without_attributes(module.graph)
+        self._source = module
+        self._run: Callable[..., Any] = fx.GraphModule(module, graph).forward
+        self._find()
+
+    def __call__(self, flat: Sequence[Any], *_as_they_came: Any) -> Any:
+        for children, name, child in self._owners:
+            if children.get(name) is not child:
+                self._find()  # a submodule was replaced
+                break
+        outputs = self._run(*flat, *[held[name] for held, name in self._places])
+        return outputs if self._out_spec is None else pytree.tree_unflatten(outputs, self._out_spec)
+
+    def _find(self) -> None:
+        """Look up where each parameter and buffer is kept, and by which submodules that was found."""
+        owners: dict[str, tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
+        self._places: list[_Place] = []
+        for path in self._paths:
+            *parents, name = path.split(".")
+            held = self._in_model(parents, name, owners)
+            self._places.append(held if held is not None else ({name: _aten.attribute(self._source, path)}, name))
+        self._owners = list(owners.values())
+
+    def _in_model(self, parents: list[str], name: str, owners: dict[str, Any]) -> _Place | None:
+        owner = self._model
+        passed = {}
+        for depth, parent in enumerate(parents):
+            child = None if owner is None else owner._modules.get(parent)
+            if owner is None or child is None:
+                return None
+            passed[".".join(parents[: depth + 1])] = (owner._modules, parent, child)
+            owner = child
+        if owner is None:
+            return None
+        kinds: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
+        for held in kinds:
+            if held.get(name) is not None:
+                owners.update(passed)
+                return held, name
+        return None
+
+
+def _without_attributes(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
+    """The graph with an argument in place of each attribute, after its own arguments, and what these stand for."""
+    flat = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    paths: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            new[node] = flat.placeholder(str(node.target))
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.users:
+            path = str(node.target)
+            if path not in paths:
+                paths[path] = flat.placeholder(f"castwise_given_{len(paths)}")
+            new[node] = paths[path]
+    for node in graph.nodes:
+        if node not in new and not (node.op == "get_attr" and not node.users):
+            new[node] = flat.node_copy(node, new.__getitem__)
+            new[node].target = _direct(node.target)
+    return flat, list(paths)
+
+
+def _direct(target: Any) -> Any:
+    """The function or method of torch that calls the same op, where there is one; `target` itself where not."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    schema = target._schema
+    takes_tensor = bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor"
+    if schema.is_mutable or not takes_tensor:
+        return target
+    name = schema.name.partition("::")[2]
+    for home, kind in _HOMES:
+        found = getattr(home, name, None)
+        if isinstance(found, kind):
+            return found
+    return target
