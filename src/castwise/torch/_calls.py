@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from castwise.policy import Rule
 
 from ._casts import CastCache, fits, to_saturated
+from ._traced import traced_by_dynamo
 from .emulation import Arithmetic
 
 Function = Callable[..., Any]
@@ -66,6 +67,7 @@ class Call:
         descend: the body of a Python composite, to be entered instead of cast as one op.
         emulate_as: what to run instead of an op that, emulated as one call, would not round between its steps.
         untold: a fused optimizer's update: it writes weights without telling the version counter, and is not cast.
+        bodies: a higher-order op: what the functions among its arguments call is cast, not the op.
         reason: what decided.
     """
 
@@ -82,6 +84,7 @@ class Call:
     descend: Function | None = None
     emulate_as: Function | None = None
     untold: bool = False
+    bodies: bool = False
     reason: str = ""
 
 
@@ -187,8 +190,10 @@ class Casting:
     ) -> Any:
         arithmetic = call.arithmetic
         assert arithmetic is not None
+        traced = traced_by_dynamo()  # which refuses to read layouts in a backward, and has no sparse tensors
         for x in floats:
-            if x.dtype not in _CASTABLE or x.layout not in _DENSE:  # float64, complex, sparse: not ours to round
+            if x.dtype not in _CASTABLE or (not traced and x.layout not in _DENSE):
+                # float64, complex, sparse: not ours to round
                 return self._follow(call, function, args, kwargs, floats)
         first = args[0] if args else kwargs.get("input")
         if call.contracts and floats and first is floats[0] and _sums_nothing(floats[0]):

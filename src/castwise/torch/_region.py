@@ -15,34 +15,41 @@ users:
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, redispatch_function
 
 from ._calls import Call, Casting
 from ._casts import CastCache, run_and_tell
 from ._functions import trace_as
 from ._rules import Rules
+from ._traced import (
+    RELAYS,
+    as_is,
+    as_is_inside,
+    at_trace_time,
+    bodies_inside,
+    in_compiled_graph,
+    traced_by_dynamo,
+)
 from .record import event
 
 Function = Callable[..., Any]
 
 _ACTIVE: contextvars.ContextVar[tuple[Region, ...]] = contextvars.ContextVar("castwise_regions", default=())
 _hooks_on_top: Callable[[bool], tuple[Function, Function] | None] = torch._C._autograd._top_saved_tensors_default_hooks
-_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+_pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
+_count, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _grad_enabled = torch.is_grad_enabled
 _deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _frame = sys._getframe
 _NEW: Any = object()  # not None: that is the answer for a callable that is known to need nothing
-# Types of device for which an inner region has the call that is being traced. Only tracers write it.
-_TRACED: dict[str, bool] = collections.defaultdict(bool)
 
 
 class Region(TorchFunctionMode):
@@ -56,19 +63,24 @@ class Region(TorchFunctionMode):
         self.cache = cache
         self.enabled = enabled
         self.log = log
-        self.calls = rules.calls
-        self.seen = rules.seen
         self.casting = Casting(rules.device_type, cache)
+        self.covered = False  # an inner region for the same type of device has the calls; kept for tracers alone
         self._depth = 0
-        self._suspended: bool | None = None
+        self._suspended: Any = None
+        self._displaced: list[Any] = []
         self.grad_at_entry = True
         self.hooks_at_entry: Function | None = None
 
     # ---- entering and leaving ----
 
+    @as_is
     def enter(self) -> None:
         """Become the innermost region of this thread and task."""
         device = self.rules.device_type
+        if traced_by_dynamo():
+            self._enter_traced(device)
+            return
+        self.seen = self.rules.seen
         self._depth = _autocast_depth()
         self.grad_at_entry = torch.is_grad_enabled()
         hooks = _hooks_on_top(False)
@@ -77,29 +89,62 @@ class Region(TorchFunctionMode):
             self._suspended = True
             torch.set_autocast_enabled(device, False)
         _ACTIVE.set((*_ACTIVE.get(), self))
-        _push_mode(self)  # type: ignore[no-untyped-call]
+        _push(self)
+        _mark_covered()
 
+    @as_is
     def leave(self) -> None:
         """Take this region off the stack, wherever it stands, and put back what it suspended."""
+        if traced_by_dynamo():
+            self._leave_traced()
+            return
         above = []
-        while torch._C._len_torch_function_stack():
-            mode = _pop_mode()  # type: ignore[no-untyped-call]
+        while _count():
+            mode = _pop()
             if mode is self:
                 break
             above.append(mode)
         for mode in reversed(above):
-            _push_mode(mode)  # type: ignore[no-untyped-call]
+            _push(mode)
         _ACTIVE.set(tuple([r for r in _ACTIVE.get() if r is not self]))
+        _mark_covered()
         if self._suspended:
             self._suspended = None
             torch.set_autocast_enabled(self.rules.device_type, True)
 
+    def _enter_traced(self, device: str) -> None:
+        """Traced code is well nested, so outer regions leave the stack meanwhile; nothing that was there before the
+        region is written, as bodies of higher-order ops must not.
+        """
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            self._suspended = _their_island(device)
+            next(self._suspended)
+        self._depth = _autocast_depth()
+        stack = []
+        while _count():
+            stack.append(_pop())
+        stack.reverse()
+        self._displaced = stack
+        for mode in stack:
+            if not (isinstance(mode, Region) and mode.rules.device_type == device):
+                _push(mode)
+        _push(self)
+
+    def _leave_traced(self) -> None:
+        while _count():
+            _pop()
+        for mode in self._displaced:
+            _push(mode)
+        if self._suspended is not None:
+            next(self._suspended, None)
+
     # ---- one call ----
 
+    @as_is
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _traced_by_dynamo():
+        if traced_by_dynamo():
             return self._traced(func, args, kwargs or {})
         # Every call of a program passes here: what is known to need nothing costs one look-up.
         call = self.seen.get(func, _NEW)
@@ -115,30 +160,30 @@ class Region(TorchFunctionMode):
         if call.descend is not None:
             with self:
                 return call.descend(*args, **kwargs)
+        if call.bodies:
+            with self:
+                return redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if self.log is not None:
             return self._logged(call, func, args, kwargs)
         return self.casting.quick(call, func, args, kwargs)
 
     def _traced(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call under a compiler, which follows neither context variables nor checkpoints' internals.
-
-        The innermost region sees a call first. While it has it, the regions around it for the same type of device are
-        told to leave it alone.
-        """
-        call = self.calls.get(func)
-        if call is None:  # a tracer's own handle on a Python method of Tensor is not equal to the method
-            return trace_as(func)(*args, **kwargs)
-        device = self.rules.device_type
-        if call.untold or _TRACED[device]:
+        """One call under a compiler, which follows neither context variables nor checkpoints' internals."""
+        if self.covered:
             return func(*args, **kwargs)
-        if call.descend is not None and self.enabled:
+        call = getattr(self.rules.traced, self.rules.name_of(func))
+        if call is None:
+            return trace_as(func)(*args, **kwargs)
+        if call.bodies:
+            with self:  # bodies may change the stack only if it was changed before them
+                pass
+            return func(*bodies_inside(self, args), **kwargs)
+        if call.untold or not self.enabled or _autocast_depth() > self._depth:
+            return func(*args, **kwargs)
+        if call.descend is not None:
             with self:
                 return call.descend(*args, **kwargs)
-        _TRACED[device] = True
-        try:
-            return self.casting.run(call, func, args, kwargs) if self.enabled else func(*args, **kwargs)
-        finally:
-            _TRACED[device] = False
+        return self.casting.run(call, func, args, kwargs)
 
     def _covers_this_call(self) -> bool:
         """Not another task's call, nor one inside a region or a plain torch.autocast entered after us; and
@@ -153,7 +198,7 @@ class Region(TorchFunctionMode):
             return False
         caller = _frame(2)
         path = caller.f_code.co_filename
-        if (path[0] == "<" or path in _RELAYS) and _in_compiled_graph(caller):
+        if (path[0] == "<" or path in RELAYS) and in_compiled_graph(caller):
             return False  # its casts were decided when it was traced
         hooks = _hooks_on_top(False)
         if hooks is not None:
@@ -182,40 +227,31 @@ def _innermost(regions: tuple[Region, ...], device_type: str) -> Region | None:
 
 def current_region(device_type: str | None = None) -> Region | None:
     """The innermost region that covers this thread and task (for one type of device, if given), or None."""
-    active = _ACTIVE.get()
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    for mode in reversed(stack):
-        if isinstance(mode, Region) and mode in active and device_type in (None, mode.rules.device_type):
+    for position in range(_count() - 1, -1, -1):
+        mode = _mode_at(position)
+        if not isinstance(mode, Region) or device_type not in (None, mode.rules.device_type):
+            continue
+        if traced_by_dynamo() or mode in _ACTIVE.get():
             return mode
     return None
 
 
-_FRAMES_TO_COMPILER = 12  # from the code of a compiled graph up to the part of torch that called it
-# Generated code calls some ops through frames of torch's: OpOverload.__call__, and the interpreter of graphs.
-_RELAYS = frozenset({torch._ops.__file__, torch.fx.interpreter.__file__})
+def _their_island(device: str) -> Iterator[None]:
+    """Two steps, in and out: a tracer enters torch's contexts in `with` statements only."""
+    with torch.autocast(device, enabled=False):
+        yield
 
 
-def _in_compiled_graph(caller: types.FrameType | None) -> bool:
-    """Whether a call was made by a graph that torch.compile runs: generated code, and not a user's own FX model."""
-    generated = False
-    while caller is not None and caller.f_code.co_filename in _RELAYS:
-        generated = generated or caller.f_code.co_filename != torch._ops.__file__
-        caller = caller.f_back
-    if caller is None or not (generated or caller.f_code.co_filename.startswith("<eval_with_key")):
-        return False
-    frame: types.FrameType | None = caller
-    for _ in range(_FRAMES_TO_COMPILER):
-        if frame is None:
-            return False
-        path = frame.f_code.co_filename
-        if "/_dynamo/" in path or "/_functorch/" in path or "/_inductor/" in path:
-            return True
-        if "/torch/" not in path and not path.startswith("<"):
-            return False
-        frame = frame.f_back
-    return False
+def _mark_covered() -> None:
+    inner = set()
+    for position in range(_count() - 1, -1, -1):
+        mode = _mode_at(position)
+        if isinstance(mode, Region):
+            mode.covered = mode.rules.device_type in inner
+            inner.add(mode.rules.device_type)
 
 
+@at_trace_time
 def _autocast_depth() -> int:
     depth = _deeper() - 1  # there is no call that only reads it
     _shallower()
@@ -230,6 +266,7 @@ def _inside(regions: list[Region], function: Function, contexts: int = 0) -> Fun
     itself.
     """
 
+    @as_is_inside
     def run(*args: Any, **kwargs: Any) -> Any:
         entered = [region.again() for region in regions]
         for region in entered:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 
+from castwise import _globs
 from castwise.catalogue import Mixed, OpClass, OpEntry
 from castwise.formats import FP32, parse_format
 from castwise.policy import Policy, Rule, decide
@@ -17,6 +21,7 @@ from ._calls import Call
 from ._functions import FunctionInfo, describe, known_functions
 from ._recurrent import stepwise
 from ._registry import registered_rule
+from ._traced import at_trace_time
 from .emulation import Arithmetic, arithmetic, dtype_of
 
 Function = Callable[..., Any]
@@ -33,22 +38,27 @@ _CONTRACTS_LAST = frozenset({"matmul", "bmm", "mm", "linear"})
 class Rules:
     """The decisions of one policy (resolved), for one device type and one layer path.
 
-    `calls` maps callables to their `Call`; a callable that is not in it is passed through. It is complete for
-    torch's own functions from the start, as compilers read it while tracing; others are learnt when they are first
-    seen. `seen` is the same for code that runs: it also has None for what is known to need nothing.
+    `seen` maps callables to their `Call`, and to None what is known to need nothing. It knows torch's own functions
+    from the start; others are learnt when they are first seen. `traced` holds the calls that compilers have asked for,
+    as attributes: a tracer can follow a name to an object, and looks at no more than it follows.
     """
 
     def __init__(self, policy: Policy, device_type: str, layer: str) -> None:
         self.policy = policy
         self.device_type = device_type
         self.layer = layer
-        self.calls: dict[Function, Call] = {}
         self.seen: dict[Function, Call | None] = {}
+        self.traced = types.SimpleNamespace()
         for function, info in known_functions().items():
             call = self._call(function, info)
             if call is not None:
-                self.calls[function] = call
-        self.seen.update(self.calls)
+                self.seen[function] = call
+
+    def under(self, policy: Policy) -> Rules:
+        """The same decisions, as those of a policy that differs only in what is not for this layer."""
+        twin = copy.copy(self)
+        twin.policy, twin.seen, twin.traced = policy, dict(self.seen), types.SimpleNamespace()
+        return twin
 
     @property
     def emulated(self) -> bool:
@@ -57,21 +67,23 @@ class Rules:
 
     def learn(self, function: Function) -> Call | None:
         """Decide for a callable that was not known when the table was made (custom ops, overloads, getters)."""
-        if getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__"):
-            call = None
-        else:
+        call = None
+        if not _is_getter(function):
             call = self._call(function, describe(function))
         self.seen[function] = call
-        if call is not None:
-            self.calls[function] = call
         return call
 
-    def forget(self, function: Function) -> None:
-        """Decide anew when `function` is next seen (its registration changed)."""
-        self.calls.pop(function, None)
-        self.seen.pop(function, None)
+    @at_trace_time
+    def name_of(self, function: Function) -> str:
+        """The name in `traced` of the decision for a callable."""
+        call = self.seen[function] if function in self.seen else self.learn(function)
+        name = f"call_{id(call)}"
+        setattr(self.traced, name, call)
+        return name
 
     def _call(self, function: Function, info: FunctionInfo) -> Call | None:
+        if isinstance(function, HigherOrderOperator):
+            return Call(info.name, Rule.WIDEST, bodies=True, reason="runs functions: their calls are decided")
         own = registered_rule(function)
         if own is not None:
             return self.registered_call(info.name, own, info.writes_first)
@@ -129,6 +141,10 @@ class Rules:
         return Call(name, Rule.LOW, arithmetic=own_kernel, reason=reason)
 
 
+def _is_getter(function: Function) -> bool:
+    return getattr(function, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
 def _writes_untold(function: Function) -> bool:
     """Whether this is one of torch's fused optimizer updates, which write weights behind the version counter."""
     name = getattr(function, "__name__", "").partition(".")[0]  # an overload's name ends in ".default"
@@ -150,5 +166,13 @@ def _kernel_gaps(entry: OpEntry | None, device_type: str) -> frozenset[torch.dty
 
 @functools.lru_cache(maxsize=256)
 def rules_for(policy: Policy, device_type: str, layer: str = "") -> Rules:
-    """The rules of a resolved policy, made once per process for each device type and layer."""
+    """The rules of a resolved policy, made once per process for each device type and layer.
+
+    Layer rules that come after the last one for this layer change nothing here: a policy that got one more, as a guard
+    adds them while training runs, shares the decisions of the policy before.
+    """
+    covering = [place for place, rule in enumerate(policy.layers, 1) if _globs.covers(rule.match, layer)]
+    before = policy.layers[: max(covering, default=0)]
+    if len(before) < len(policy.layers):
+        return rules_for(dataclasses.replace(policy, layers=before), device_type, layer).under(policy)
     return Rules(policy, device_type, layer)

@@ -28,6 +28,7 @@ from castwise.policy import Policy
 from ._casts import CastCache
 from ._region import Region, current_region
 from ._rules import Rules, rules_for
+from ._traced import as_is, at_trace_time, traced_by_dynamo
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +59,7 @@ _RULES: dict[
 ] = {}  # by name, as a compiler can follow a name to an object but not a constant it did not make
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@at_trace_time
 def _named_rules(device_type: str, dtype: torch.dtype | None, policy: Any) -> str:
     """The name in `_RULES` of the rules of an `autocast` call. A compiler evaluates this while tracing."""
     rules = _rules_of(device_type, dtype, policy)
@@ -103,6 +104,7 @@ class autocast:
         PolicyError: the policy has layer rules (they need a model: use `Amp`), or contradicts `dtype`.
     """
 
+    @as_is
     def __init__(
         self,
         device_type: str | None = None,
@@ -127,22 +129,24 @@ class autocast:
         self._entered: list[tuple[int, Region]] = []
         self._traced: list[Region] = []
 
+    @as_is
     def __enter__(self) -> autocast:
-        if torch.compiler.is_compiling():  # the tracer keeps its own mode stack, and merges equal casts by itself
+        if traced_by_dynamo():  # the tracer merges equal casts by itself
             traced = Region(self.rules, _NOTHING_KEPT, enabled=self.enabled)
             self._traced.append(traced)
-            traced.__enter__()  # type: ignore[no-untyped-call]
+            traced.enter()
             return self
         region = self._region()
         region.enter()
         self._entered.append((threading.get_ident(), region))
         return self
 
+    @as_is
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if torch.compiler.is_compiling():
-            self._traced.pop().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if traced_by_dynamo():
+            self._traced.pop().leave()
             return
         thread = threading.get_ident()
         index = next(i for i in reversed(range(len(self._entered))) if self._entered[i][0] == thread)

@@ -1,0 +1,244 @@
+"""Functions that the compiler runs as bodies of one op (checkpointed ones, branches, loops, custom autograd Functions)
+are cast like all others, forward, backward and recomputed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
+
+from castwise.torch import Amp, autocast, custom_bwd, custom_fwd, emulation, register_op
+from castwise.torch._rules import rules_for
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Function = Callable[..., Any]
+# The compiler's own: while it looks at parameters, at custom Functions, and on importing its code generator.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning"),
+]
+
+_PRODUCTS = ("linear", "matmul", "mm", "addmm", "bmm")
+
+
+@pytest.fixture(autouse=True)
+def _native_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products in 16 bits as they are on hardware that has them, so that graphs show their formats."""
+    monkeypatch.setattr(emulation, "computes_natively", lambda *_: True)
+    for kept in (emulation.arithmetic, rules_for):
+        kept.cache_clear()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    LAYER.zero_grad()
+    yield
+    monkeypatch.undo()
+    for kept in (emulation.arithmetic, rules_for):
+        kept.cache_clear()
+
+
+class Graphs:
+    """A backend that keeps the graphs it is given and runs them as they are."""
+
+    def __init__(self, boxed: bool = False) -> None:
+        self.boxed = boxed
+        self.seen: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Function:
+        self.seen.append(graph)
+        return make_boxed_func(graph.forward) if self.boxed else graph.forward
+
+    def formats(self, key: str = "example_value") -> list[torch.dtype]:
+        """The format of every product in every graph, those of bodies included."""
+        found = []
+        for graph in self.seen:
+            for module in graph.modules():
+                if isinstance(module, torch.fx.GraphModule):
+                    found += [n.meta[key].dtype for n in module.graph.nodes if _is_product(n)]
+        return found
+
+
+def _is_product(node: torch.fx.Node) -> bool:
+    return node.op.startswith("call") and getattr(node.target, "__name__", str(node.target)).split(".")[0] in _PRODUCTS
+
+
+LAYER = torch.nn.Linear(4, 4)
+WEIGHT = LAYER.weight
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return gradient @ b.t(), a.t() @ gradient
+
+
+class ProductWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return gradient @ b.t(), a.t() @ gradient
+
+
+class DecoratedProduct(Product):
+    forward = staticmethod(custom_fwd(device_type="cpu")(Product.forward))
+    backward = staticmethod(custom_bwd(device_type="cpu")(Product.backward))
+
+
+class RegisteredProduct(Product):
+    pass
+
+
+register_op(RegisteredProduct, "low")
+
+
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return LAYER(torch.tanh(LAYER(x)))
+
+
+BODIES: dict[str, tuple[Function, int]] = {
+    "checkpoint": (lambda x: checkpoint(LAYER, x, use_reentrant=False), 1),
+    "reentrant checkpoint": (lambda x: checkpoint(LAYER, x, use_reentrant=True), 1),
+    "nested checkpoint": (
+        lambda x: checkpoint(lambda y: checkpoint(_twice, y, use_reentrant=False) * 2, x, use_reentrant=False),
+        2,
+    ),
+    "region in a checkpoint": (
+        lambda x: checkpoint(autocast("cpu", dtype=BF16)(LAYER.forward), x, use_reentrant=False),
+        1,
+    ),
+    "cond": (lambda x: torch.cond(x.sum() > 0, lambda y: LAYER(y), lambda y: LAYER(-y), (x,)), 2),
+    "vmap": (lambda x: torch.vmap(LAYER)(x), 1),
+    "func.grad": (lambda x: torch.func.grad(lambda y: LAYER(y).sum())(x), 1),
+    "Function": (lambda x: Product.apply(x, WEIGHT), 3),
+    "Function with setup_context": (lambda x: ProductWithSetup.apply(x, WEIGHT), 3),
+    "decorated Function": (lambda x: DecoratedProduct.apply(x, WEIGHT), 3),
+    "Function in a checkpoint": (
+        lambda x: checkpoint(lambda y: DecoratedProduct.apply(y, WEIGHT), x, use_reentrant=False),
+        3,
+    ),
+}
+REGIONS = ["inside", "outside"]
+
+
+def _compiled(function: Function, region: str, backend: Any) -> Function:
+    """`function`, compiled whole, in a region that is entered inside or outside of what is compiled."""
+    if region == "outside":
+        return autocast("cpu", dtype=BF16)(torch.compile(function, backend=backend, fullgraph=True))
+    if region == "decorated":
+        return torch.compile(autocast("cpu", dtype=BF16)(function), backend=backend, fullgraph=True)
+    if region == "amp":
+        amp = Amp(LAYER, torch.optim.SGD(LAYER.parameters()), "bfloat16")
+        inner = torch.compile(function, backend=backend, fullgraph=True)
+
+        def around(x: torch.Tensor) -> Any:
+            with amp:
+                return inner(x)
+
+        return around
+
+    def body(x: torch.Tensor) -> Any:
+        with autocast("cpu", dtype=BF16):
+            return function(x)
+
+    return torch.compile(body, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("case", BODIES)
+def test_products_in_bodies_of_ops_are_low(case: str, region: str) -> None:
+    function, products = BODIES[case]
+    graphs = Graphs()
+    _compiled(function, region, graphs)(torch.randn(3, 4, requires_grad=True))
+    assert graphs.formats() == [BF16] * products
+
+
+@pytest.mark.parametrize("region", ["decorated", "amp"])
+def test_checkpointed_products_are_low_however_the_region_is_entered(region: str) -> None:
+    graphs = Graphs()
+    _compiled(BODIES["checkpoint"][0], region, graphs)(torch.randn(3, 4, requires_grad=True))
+    assert graphs.formats() == [BF16]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_recomputed_products_are_low(region: str) -> None:
+    forward, backward = Graphs(boxed=True), Graphs(boxed=True)
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(3, 4, requires_grad=True)
+    _compiled(lambda y: checkpoint(_twice, y, use_reentrant=False), region, backend)(x).sum().backward()
+    assert forward.formats("val") == [BF16] * 2
+    recomputed = len(backward.formats("val")) - 4  # two gradients for each of two products
+    assert recomputed >= 1 and set(backward.formats("val")) == {BF16}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("region", REGIONS)
+def test_compiled_checkpoints_give_the_values_and_gradients_of_the_uncompiled_region(backend: str, region: str) -> None:
+    if backend == "inductor":
+        _need_a_compiler()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(_twice, x, use_reentrant=False)
+
+    results = []
+    for run in (autocast("cpu", dtype=BF16)(function), _compiled(function, region, backend)):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        y = run(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, WEIGHT.grad))
+        LAYER.zero_grad()
+    for want, got in zip(*results, strict=True):
+        assert want.dtype is got.dtype
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@functools.cache
+def _need_a_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError) as reason:
+        pytest.skip(f"the inductor backend needs a C++ compiler: {reason}")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_island_in_a_compiled_checkpoint_stays_wide(backend: str) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        low = LAYER(x)
+        with autocast("cpu", enabled=False):
+            wide = x @ x.t()
+        assert low.dtype is BF16 and wide.dtype is FP32
+        return low @ low.t() + wide
+
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled = torch.compile(lambda y: checkpoint(block, y, use_reentrant=False), backend=backend, fullgraph=True)
+    with autocast("cpu", dtype=BF16):
+        result = compiled(x)
+        eager = block(x)
+    assert torch.equal(result, eager)
+    result.sum().backward()
+    got, x.grad = x.grad, None
+    eager.sum().backward()
+    torch.testing.assert_close(got, x.grad)
