@@ -1,16 +1,21 @@
 """What interception costs in eager PyTorch: per op and per training step, against torch.amp and hand-written casts.
 
-    python benchmarks/eager.py
+    python benchmarks/eager.py [--full] [--seconds 10]
 
-Where the CPU has no bfloat16 arithmetic, torch.amp's own kernels are scalar code, so shapes are small. One thread,
-alternating runs, medians, fixed allocator settings.
+Where the CPU has no bfloat16 arithmetic, torch.amp's own kernels are scalar code, so shapes are small unless `--full`
+asks for the usual ones, and a second table has Castwise run those same kernels instead of emulating, so that it shows
+interception alone. One thread, alternating runs, medians, fixed allocator settings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from _timing import alternate, fix_allocator, per_call, table
 
 fix_allocator()
+
+import argparse  # noqa: E402
 
 import torch  # noqa: E402
 from _models import Step, amp_step, plain_step, tasks  # noqa: E402
@@ -18,9 +23,17 @@ from torch.nn import functional as F  # noqa: E402
 
 from castwise.formats import BF16  # noqa: E402
 from castwise.hardware import detect  # noqa: E402
-from castwise.torch import autocast  # noqa: E402
+from castwise.torch import autocast, emulation  # noqa: E402
+from castwise.torch._rules import rules_for  # noqa: E402
 
 LOW = torch.bfloat16
+
+
+def same_kernels(same: bool, known: Callable[..., bool] = emulation.computes_natively) -> None:
+    """Let Castwise run the 16-bit kernels that torch.amp runs, or what suits this machine."""
+    emulation.computes_natively = (lambda device_type, fmt: True) if same else known
+    emulation.arithmetic.cache_clear()
+    rules_for.cache_clear()
 
 
 def per_op() -> str:
@@ -63,10 +76,11 @@ def per_op() -> str:
     return table(["µs per op", "by hand", "torch.amp", "castwise", "enabled=False", "float32"], rows)
 
 
-def per_step(full: bool) -> str:
+def per_step(full: bool, seconds: float) -> str:
     """Milliseconds of a full training step: forward, backward, clip, fused AdamW."""
     rows = []
     for task in tasks(full):
+        torch.manual_seed(0)
         steps = {
             "fp32": plain_step(task),
             "torch": plain_step(task, dtype=LOW),
@@ -77,7 +91,7 @@ def per_step(full: bool) -> str:
             steps["torch"]()
         except RuntimeError:  # recurrent layers need instructions that not every CPU has
             del steps["torch"]
-        found = alternate(steps, seconds=10.0)
+        found = alternate(steps, seconds=seconds)
         ms = [f"{found[k] * 1e3:.2f}" if k in found else "raises" for k in ("fp32", "torch", "ours", "ours32")]
         ratio = f"{found['ours'] / found['torch']:.2f}" if "torch" in found else "-"
         rows.append([task.name, *ms, ratio, f"{found['ours32'] / found['fp32']:.2f}"])
@@ -86,11 +100,22 @@ def per_step(full: bool) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the usual shapes, also without bfloat16 arithmetic")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each task (at least 3 rounds are run)")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     native = detect("cpu").native(BF16)
     print(f"bfloat16 on this CPU: {'native' if native else 'not native; Castwise emulates it, torch.amp does not'}\n")
-    print(per_op(), "\n")
-    print(per_step(native))
+    if not options.full:
+        same_kernels(True)
+        print(per_op(), "\n")
+        if not native:
+            print("The same 16-bit kernels on both sides:\n")
+            print(per_step(False, options.seconds), "\n")
+            print("As Castwise runs here:\n")
+        same_kernels(False)
+    print(per_step(native or options.full, options.seconds))
 
 
 if __name__ == "__main__":
