@@ -2,7 +2,9 @@
 
 While a region of an `Amp` is entered, the model (or, where a program calls parts of it one by one, each part) has a
 pre-hook that keeps its arguments and torch's random state, and a hook that keeps the gradients its outputs receive.
-All of it is let go when the step ends. A version counter tells whether an argument was overwritten since.
+All of it is let go when the step ends. A version counter tells whether an argument was overwritten since. Once the
+model itself was called, its parts are left without hooks, which cost time in each of their calls, until a region ends
+in which nothing was kept.
 
 After a failure that could not be repeated, the next steps are recorded *carefully*: inputs and buffers are copied, and
 the random states of Python and NumPy kept too.
@@ -67,6 +69,8 @@ class Recorder:
         self.on_call: Callable[[Call], Any] | None = None
         self._local = threading.local()
         self._listening = 0
+        self._whole = False  # the program calls the model, not parts of it
+        self._kept = 0
         self._handles: list[Any] = []
         self._compiled: Any = None
 
@@ -77,7 +81,8 @@ class Recorder:
         self._listening += 1
         if self._listening > 1:
             return
-        for path, module in _entrances(self.model):
+        self._kept = 0
+        for path, module in _entrances(self.model)[: 1 if self._whole else None]:
             hook = _Hook(self, path)
             self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(hook.after, always_call=True))
@@ -94,6 +99,10 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._kept:
+            self._whole = self.calls[-1].module is self.model if self.calls else self._whole
+        elif torch.is_grad_enabled():
+            self._whole = False
         if self._compiled is not None:
             self.model._compiled_call_impl, self._compiled = self._compiled, None
 
@@ -120,6 +129,7 @@ class Recorder:
         call = Call(module, path, args, kwargs, versions, generators(self.careful), buffers, self.step)
         self._local.call = call
         self.calls.append(call)
+        self._kept += 1
         if self.on_call is not None:
             self.on_call(call)
 
