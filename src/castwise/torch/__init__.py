@@ -14,6 +14,7 @@ from .autocast import autocast, is_autocast_enabled, refresh  # noqa: E402
 from .capture import CaptureError  # noqa: E402
 from .functions import custom_bwd, custom_fwd  # noqa: E402
 from .inference import compile, for_inference  # noqa: E402
+from .lion import Lion  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .scaler import GradScaler  # noqa: E402
 
@@ -21,6 +22,7 @@ __all__ = [
     "Amp",
     "CaptureError",
     "GradScaler",
+    "Lion",
     "Plan",
     "StaleCastError",
     "StepResult",

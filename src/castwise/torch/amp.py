@@ -37,14 +37,14 @@ from castwise.scaling import ScaleState, initial_state, stalled_message, transit
 
 from . import _scale
 from ._casts import CastCache
-from ._gradients import multiply, norm, parameters_of, values_of
+from ._gradients import all_finite, multiply, norm, parameters_of, values_of
 from ._layers import LayerHooks
 from ._region import Region
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
+from ._stepping import Stepper, is_fused
 from .apply import apply
 from .devices import resolve, tf32
-from .weights import WideWeights
 
 __all__ = ["Amp", "StepResult"]
 
@@ -95,6 +95,10 @@ class Amp:
         weights: how 16-bit parameters are kept from losing small updates: "auto" or "master", "split", "kahan",
             "stochastic" (see `castwise.torch.weights`). float32 parameters stay float32 in every mode. Default: the
             policy's.
+        optimizer_state: format of the optimizer's state of the weights' shape: "float32", or "bfloat16" with unbiased
+            stochastic rounding, which halves its memory. For SGD, Adam, AdamW, Muon and `castwise.torch.Lion`;
+            Adafactor's state is small, and stays float32.
+        narrow_gradients: keep gradients of 16-bit parameters in 16 bits, for half their memory; not with `accumulate`.
         plan: from `castwise.torch.plan`. Inside the region the model runs in the plan's formats, and what is computed
             outside of the model as it is written; `policy` then decides about loss scaling and weights alone, and
             defaults to the preset of the plan's 16-bit format.
@@ -112,12 +116,18 @@ class Amp:
         scheduler: Any = None,
         accumulate: int = 1,
         weights: str = "auto",
+        optimizer_state: str = "float32",
+        narrow_gradients: bool = False,
         plan: Plan | None = None,
     ) -> None:
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise PolicyError(f"accumulate: {accumulate!r} must be a whole number of micro-batches, 1 or more")
         if weights not in WEIGHTS:
             raise PolicyError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
+        if narrow_gradients and accumulate > 1:
+            raise PolicyError(
+                "narrow_gradients: micro-batches do not add up in 16 bits. Leave it out, or accumulate=1."
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PolicyError(
                 "Amp: LBFGS calls a closure several times per step, which a skipped or accumulated step cannot do. Use "
@@ -136,17 +146,21 @@ class Amp:
         self._rules = rules_for(self.policy, self.device_type)
         self._cache = CastCache()
         self._layers = LayerHooks(model, self.policy, self.device_type) if self.policy.layers else None
-        self._wide = WideWeights(optimizer, mode)
+        self._stepper = Stepper(
+            optimizer, mode, self._cache, optimizer_state=optimizer_state, narrow_gradients=narrow_gradients
+        )
+        self._wide = self._stepper.wide
         self._config = replace(self.policy.scaling, enabled=self.policy.uses_scaling)
         self._state = initial_state(self._config)
         self._on_device = self._keep_scale_on_device()
         self._micro = 0
         self._begun = False
+        self._unscaled: torch.Tensor | None = None
         self._entered = threading.local()
 
     def _keep_scale_on_device(self) -> DeviceScale | None:
         devices = {p.device for p in parameters_of([self.optimizer])}
-        if self.scheduler is not None or not _is_fused(self.optimizer) or len(devices) != 1:
+        if self.scheduler is not None or not is_fused(self.optimizer) or len(devices) != 1:
             return None
         device = devices.pop()
         return DeviceScale(self._state, self._config, device) if device.type in _scale.ASYNCHRONOUS else None
@@ -216,6 +230,27 @@ class Amp:
         factor = self._state.scale / self.accumulate
         return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
+    def unscale(self) -> float:
+        """Make `p.grad` the true gradients between `backward(loss)` and `step()`, and return their Euclidean norm.
+
+        Until then, and without this call, `p.grad` is the gradient times `loss_scale`, divided by `accumulate` where
+        micro-batches add up. It is float32, for 16-bit parameters too (but with `narrow_gradients`), and of its
+        parameter's dtype for other ones. Whether all gradients are finite is noted here, before anything else
+        changes them: clipping by value cannot hide an overflow.
+
+        Raises:
+            CastwiseError: there was no `backward`, gradients are already unscaled, or micro-batches are still to come.
+        """
+        if not self._begun or self._unscaled is not None or self._micro + 1 < self.accumulate:
+            raise CastwiseError(
+                "Amp.unscale: call it once, after backward(loss) of the last micro-batch and before step()."
+            )
+        values = values_of(self._wide.parameters())
+        self._unscaled = all_finite(values)
+        if self.loss_scale != 1.0:
+            multiply(values, 1.0 / self.loss_scale)
+        return float(norm(values, torch.float64))
+
     def step(self, loss: torch.Tensor | None = None, clip_norm: float | None = None) -> StepResult:
         """Finish one micro-batch; at every `accumulate`-th call, step or skip.
 
@@ -239,7 +274,7 @@ class Amp:
             reason = f"accumulating: micro-batch {self._micro} of {self.accumulate}"
             scale = float("nan") if self._on_device is not None else self._state.scale
             return StepResult(False, float("nan"), scale, reason, self.emulated)
-        values = values_of(parameters_of([self.optimizer]))
+        values = values_of(self._wide.parameters())
         try:
             if not values:
                 log.warning("no parameter of the optimizer has a gradient: nothing was stepped")
@@ -251,53 +286,28 @@ class Amp:
     def _finish(self, values: list[torch.Tensor], clip_norm: float | None) -> StepResult:
         """Step or skip, as the host decides."""
         scale = self._state.scale
+        divisor = scale if self._unscaled is None else 1.0
         scaled_norm = norm(values)
         size = float(scaled_norm)
         if not math.isfinite(size):  # the sum of squares may have overflowed although every value is finite
             scaled_norm = norm(values, torch.float64)
             size = float(scaled_norm)
-        finite = math.isfinite(size)
+        finite = math.isfinite(size) and (self._unscaled is None or bool(self._unscaled))
+        grad_norm = scaled_norm / divisor
         if finite:
-            divisor = scale
             if clip_norm is not None:
-                divisor /= min(1.0, clip_norm / (size / scale + _CLIP_EPS))
-            self._step_optimizer(values, divisor)
+                divisor /= min(1.0, clip_norm / (size / divisor + _CLIP_EPS))
+            self._step_optimizer(divisor)
         before, (self._state, outcome) = self._state, transition(self._state, finite, self._config)
         self._tell(before, self._state, outcome.reason)
         if outcome.stalled:
             raise self._stalled()
-        return StepResult(outcome.stepped, scaled_norm / scale, scale, outcome.reason, self.emulated)
+        return StepResult(outcome.stepped, grad_norm, scale, outcome.reason, self.emulated)
 
-    def _step_optimizer(self, values: list[torch.Tensor], divisor: float) -> None:
-        self._wide.before_step()
-        devices = {v.device for v in values}
-        if divisor != 1.0 and _is_fused(self.optimizer) and len(devices) == 1:
-            device = devices.pop()
-            whole = torch.full((), divisor, dtype=torch.float32, device=device)
-            self._step_fused(whole, torch.zeros((), dtype=torch.float32, device=device))
-        else:
-            if divisor != 1.0:
-                multiply(values, 1.0 / divisor)
-            self.optimizer.step()
-            self._written()
-        self._wide.after_step()
+    def _step_optimizer(self, divisor: float) -> None:
+        self._stepper.step(divisor)
         if self.scheduler is not None:
             self.scheduler.step()
-
-    def _step_fused(self, divisor: torch.Tensor | None, found_inf: torch.Tensor) -> None:
-        """torch's contract with fused optimizers: they divide gradients by `grad_scale` and skip where `found_inf`."""
-        optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = divisor, found_inf
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-            self._written()
-
-    def _written(self) -> None:
-        """Fused optimizers write parameters without telling PyTorch's version counter, which kept casts rely on."""
-        if _is_fused(self.optimizer):
-            torch.autograd.graph.increment_version(parameters_of([self.optimizer]))
 
     def _finish_ahead(self, values: list[torch.Tensor], clip_norm: float | None) -> StepResult:
         """Step or skip, as the device decides. A norm beyond float32's range counts as not finite here."""
@@ -306,14 +316,15 @@ class Amp:
         self._hear(ahead.news())
         scaled_norm = norm(values)
         finite = scaled_norm.isfinite()
-        grad_norm = scaled_norm / ahead.factor if self._config.enabled else scaled_norm
-        divisor = ahead.factor if self._config.enabled else None
+        scaled = self._config.enabled and self._unscaled is None
+        if self._unscaled is not None:
+            finite = finite & self._unscaled
+        grad_norm = scaled_norm / ahead.factor if scaled else scaled_norm
+        divisor = ahead.factor if scaled else None
         if clip_norm is not None:
             excess = ((grad_norm + _CLIP_EPS) / clip_norm).clamp_min(1.0).to(torch.float32)
             divisor = excess if divisor is None else divisor * excess
-        self._wide.before_step()
-        self._step_fused(divisor, finite.logical_not().to(torch.float32))
-        self._wide.after_step()
+        self._stepper.step_ahead(divisor, finite.logical_not().to(torch.float32))
         return StepResult.later(ahead.advance(finite), grad_norm, self.emulated)
 
     def _hear(self, news: tuple[ScaleState, bool] | None) -> None:
@@ -342,7 +353,7 @@ class Amp:
 
     def _forget_gradients(self) -> None:
         self._clear()
-        self._micro, self._begun = 0, False
+        self._micro, self._begun, self._unscaled = 0, False, None
 
     def _clear(self) -> bool:
         """Set all gradients to None; whether there were any."""
@@ -376,7 +387,7 @@ class Amp:
 
     def state_dict(self) -> dict[str, Any]:
         """Loss scale, counters, what is kept beside 16-bit weights and, between micro-batches, the gradients so far."""
-        gradients = [p.grad for p in parameters_of([self.optimizer])] if self._begun else []
+        gradients = [p.grad for p in self._wide.parameters()] if self._begun else []
         return {
             "version": 1,
             "policy": self.policy.to_toml(),
@@ -414,7 +425,7 @@ class Amp:
             self._check_gradients(micro, gradients)
             self._wide.load_state_dict(state["weights"])
         self._forget_gradients()
-        for p, gradient in zip(parameters_of([self.optimizer]), gradients, strict=False):
+        for p, gradient in zip(self._wide.parameters(), gradients, strict=False):
             p.grad = None if gradient is None else gradient.to(p.device, copy=True)
         self._state, self._micro, self._begun = scaling, micro, bool(gradients)
         if self._on_device is not None:
@@ -444,9 +455,3 @@ def _device_type(model: nn.Module, optimizer: Optimizer) -> str:
     for p in (*model.parameters(), *parameters_of([optimizer])):
         return p.device.type
     return "cpu"
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Whether the optimizer takes `grad_scale` and `found_inf`, and so unscales and skips inside its own kernels."""
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and all(group.get("fused", True) for group in optimizer.param_groups)

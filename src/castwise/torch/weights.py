@@ -2,8 +2,7 @@
 
 The update of a weight is often smaller than the distance between neighbouring 16-bit numbers: 1.0 minus 1,000
 updates of 1e-4 stays 1.0 in bfloat16. So the optimizer steps float32 values, its state is float32, and what remains
-of a weight after
-rounding is kept in one of four ways:
+of a weight after rounding is kept in one of four ways:
 
 - "master": the float32 value itself (4 extra bytes per weight);
 - "split": the 16 bits that rounding cuts off, kept as an integer; exact, 2 extra bytes (bfloat16 only, as its 16
@@ -17,6 +16,8 @@ Weight decay is part of the step, so no mode loses it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,52 +26,81 @@ from torch.optim import Optimizer
 
 from castwise.errors import PolicyError
 
+from ._gradients import parameters_of
+from ._remainders import empty_rest, narrow, round_stochastic, widen
+
+__all__ = ["Kept", "WideWeights", "round_stochastic"]
+
 _LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A 16-bit parameter, the float32 parameter that the optimizer steps in its place, and what is kept beside it.
+
+    In every mode but "master", `wide` has a shape and no memory between steps.
+    """
+
+    low: Parameter
+    wide: Parameter
+    rest: torch.Tensor | None
 
 
 class WideWeights:
     """Makes an optimizer step float32 values of a model's 16-bit parameters.
 
     The optimizer's groups hold the float32 values from here on; the model keeps its parameters, dtypes and names.
-    Gradients of the 16-bit parameters are added to the float32 gradients as soon as backward has made them, so that
-    micro-batches accumulate in float32; `p.grad` of a 16-bit parameter is None between steps.
+    Gradients of 16-bit parameters are float32 (`p.grad_dtype`), so that micro-batches accumulate in float32 and
+    `p.grad` is there for hooks, logs and clipping between backward and step. With `narrow_gradients` they keep the
+    parameter's dtype, for half the memory.
     """
 
-    def __init__(self, optimizer: Optimizer, mode: str) -> None:
+    def __init__(self, optimizer: Optimizer, mode: str, *, narrow_gradients: bool = False) -> None:
         self.mode = "master" if mode == "auto" else mode
         self.optimizer = optimizer
-        self.pairs: list[tuple[torch.Tensor, Parameter]] = []
-        self._rest: list[torch.Tensor | None] = []
-        self._handles: list[Any] = []
+        self.narrow_gradients = narrow_gradients
+        self.kept: list[Kept] = []
+        # Draws of "stochastic". Its own, so that replicas on several machines round alike and runs resume exactly.
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._of_wide: dict[int, Kept] = {}
         self.adopt()
 
     def adopt(self) -> None:
         """Take over the optimizer's 16-bit parameters, those too that were added or unfrozen since the last call."""
+        known = len(self.kept)
         for group in self.optimizer.param_groups:
-            if not any(p.dtype in _LOW and p.requires_grad for p in group["params"]):
-                continue
-            group["params"] = [self._widened(p) for p in group["params"]]
+            if any(p.dtype in _LOW and p.requires_grad for p in group["params"]):
+                group["params"] = [self._widened(p) for p in group["params"]]
         state = self.optimizer.state
-        for p, wide in self.pairs:
-            if p in state:
-                state[wide] = _widened_state(state.pop(p))
+        for kept in self.kept[known:]:
+            if kept.low in state:
+                state[kept.wide] = _widened_state(state.pop(kept.low))
+
+    def kept_for(self, p: torch.Tensor) -> Kept | None:
+        """The 16-bit parameter behind one that the optimizer steps; None for one that is the model's own."""
+        return self._of_wide.get(id(p))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The model's own parameters that the optimizer steps, in its order: those that hold the gradients."""
+        known = ((p, self._of_wide.get(id(p))) for p in parameters_of([self.optimizer]))
+        return [p if kept is None else kept.low for p, kept in known]
 
     def clear(self) -> bool:
-        """Set gradients left on the 16-bit parameters to None; whether there were any."""
+        """Set gradients of the 16-bit parameters to None; whether there were any."""
         found = False
-        for p, _ in self.pairs:
-            if p.grad is not None:
-                p.grad, found = None, True
+        for kept in self.kept:
+            if kept.low.grad is not None:
+                kept.low.grad, found = None, True
         return found
 
     @torch.no_grad()
     def reload(self) -> None:
         """Start from the model's 16-bit values, for a checkpoint that knows nothing of what is kept beside them."""
-        for (p, wide), rest in zip(self.pairs, self._rest, strict=True):
+        for kept in self.kept:
             if self.mode == "master":
-                wide.copy_(p)
-            elif rest is not None:
-                rest.zero_()
+                kept.wide.copy_(kept.low)
+            elif kept.rest is not None:
+                kept.rest.zero_()
 
     def _widened(self, p: torch.Tensor) -> torch.Tensor:
         if p.dtype not in _LOW or not p.requires_grad:
@@ -78,70 +108,59 @@ class WideWeights:
         if self.mode == "split" and p.dtype is not torch.bfloat16:
             raise PolicyError(
                 f'weights: "split" keeps the lower half of a float32 beside a bfloat16, and a parameter of shape '
-                f"{tuple(p.shape)} is "
-                f'{p.dtype}. Use "master" or "kahan".'
+                f'{tuple(p.shape)} is {p.dtype}. Use "master" or "kahan".'
             )
         wide = Parameter(p.detach().to(torch.float32), requires_grad=True)
-        rest = {"split": torch.int16, "kahan": p.dtype}.get(self.mode)
-        self._rest.append(None if rest is None else torch.zeros_like(p, dtype=rest, requires_grad=False))
-        self.pairs.append((p, wide))
-
-        def accumulate(low: torch.Tensor) -> None:
-            if low.grad is None:
-                return
-            if wide.grad is None:
-                wide.grad = low.grad.to(torch.float32)
-            else:
-                wide.grad.add_(low.grad)
-            low.grad = None
-
-        hook = p.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
-        self._handles.append(hook)
-        if self.mode != "master":
-            wide.data = wide.data.new_empty(()).expand(p.shape)
+        if self.narrow_gradients:
+            wide.grad_dtype = None  # may hold a 16-bit gradient
+        else:
+            gradient, p.grad = p.grad, None
+            p.grad_dtype = torch.float32
+            p.grad = None if gradient is None else gradient.to(torch.float32)
+        assert isinstance(p, Parameter)
+        kept = Kept(p, wide, empty_rest(self.mode, p))
+        self.kept.append(kept)
+        self._of_wide[id(wide)] = kept
+        self._let_go([kept])
         return wide
+
+    # ---- a step of any optimizer ----
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Give the optimizer the float32 values."""
-        for (p, wide), rest in zip(self.pairs, self._rest, strict=True):
-            if self.mode == "split":
-                assert rest is not None
-                wide.data = _joined(p, rest)
-            elif self.mode == "kahan":
-                assert rest is not None
-                wide.data = p.detach().to(torch.float32) + rest.to(torch.float32)
-            elif self.mode == "stochastic":
-                wide.data = p.detach().to(torch.float32)
+        """Give the optimizer float32 values and gradients."""
+        for kept in self.kept:
+            if self.mode != "master":
+                kept.wide.data = torch.empty_like(kept.low, dtype=torch.float32)
+                widen(self.mode, kept.low, kept.rest, kept.wide.data)
+            gradient, kept.low.grad = kept.low.grad, None
+            kept.wide.grad = None if gradient is None else gradient.to(torch.float32)
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Round the stepped values into the model's parameters, and keep what rounding lost."""
-        for (p, wide), rest in zip(self.pairs, self._rest, strict=True):
-            if self.mode == "split":
-                assert rest is not None
-                _split(wide.data, p, rest)
-            elif self.mode == "kahan":
-                assert rest is not None
-                p.copy_(wide.data)
-                rest.copy_(wide.data - p.detach().to(torch.float32))
-            elif self.mode == "stochastic":
-                p.copy_(round_stochastic(wide.data, p.dtype))
-            else:
-                p.copy_(wide.data)
-        self._release()
+        for kept in self.kept:
+            narrow(self.mode, kept.wide.data, kept.low, kept.rest, self.generator(kept.low.device))
+        self._let_go(self.kept)
 
-    def _release(self) -> None:
+    def _let_go(self, kept: Iterable[Kept]) -> None:
         if self.mode != "master":
-            for _, wide in self.pairs:
-                wide.data = wide.data.new_empty(()).expand(wide.shape)  # the right shape, and no memory
+            for one in kept:
+                one.wide.data = one.wide.data.new_empty(()).expand(one.wide.shape)  # the right shape, and no memory
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator of random roundings on a device."""
+        found = self._generators.get(device)
+        if found is None:
+            found = self._generators[device] = torch.Generator(device).manual_seed(0)
+        return found
+
+    # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept beside the 16-bit weights."""
-        kept = (
-            [w.detach() for _, w in self.pairs] if self.mode == "master" else [r for r in self._rest if r is not None]
-        )
-        return {"mode": self.mode, "kept": [k.clone() for k in kept]}
+        """What is kept beside the 16-bit weights, and where the random numbers are."""
+        generators = {str(device): g.get_state() for device, g in self._generators.items()}
+        return {"mode": self.mode, "kept": [k.clone() for k in self._tensors()], "generators": generators}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,46 +169,23 @@ class WideWeights:
             raise PolicyError(
                 f'weights: the state was saved with "{state["mode"]}", not "{self.mode}"; use the same mode'
             )
-        kept = [w for _, w in self.pairs] if self.mode == "master" else [r for r in self._rest if r is not None]
+        kept = list(self._tensors())
         if len(kept) != len(state["kept"]) or any(
             a.shape != b.shape for a, b in zip(kept, state["kept"], strict=False)
         ):
             raise PolicyError("weights: the saved state belongs to a model with other parameters")
         for mine, saved in zip(kept, state["kept"], strict=True):
             mine.copy_(saved)
+        for device, draws in state.get("generators", {}).items():
+            self.generator(torch.device(device)).set_state(draws)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for kept in self.kept:
+            if self.mode == "master":
+                yield kept.wide.detach()
+            elif kept.rest is not None:
+                yield kept.rest
 
 
 def _widened_state(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(torch.float32) if isinstance(v, torch.Tensor) and v.dtype in _LOW else v for k, v in state.items()}
-
-
-def _joined(high: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """float32 from a bfloat16 (rounded to nearest) and what its rounding changed in units of the lowest float32 bit."""
-    bits = (high.detach().contiguous().view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
-    return bits.view(torch.float32)
-
-
-def _split(wide: torch.Tensor, p: torch.Tensor, rest: torch.Tensor) -> None:
-    p.copy_(wide)
-    top = p.detach().contiguous().view(torch.int16).to(torch.int32) << 16
-    # Rounding to nearest moves a value by at most half of 2**16 units; exactly half, upwards, does not fit an int16.
-    offset = wide.contiguous().view(torch.int32) - top
-    rest.copy_(offset.clamp_(max=(1 << 15) - 1).to(torch.int16))
-
-
-def round_stochastic(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
-    """float32 values rounded to a neighbouring 16-bit value at random, so that the mean is exact. NaN and inf stay.
-
-    bfloat16 keeps the upper 16 bits of a float32: adding a uniform 16-bit number and cutting off the rest is exact
-    there. float16's grid is found by rounding towards zero and measuring how far the value lies between its neighbours.
-    """
-    if dtype is torch.bfloat16:
-        noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-        bits = (x.contiguous().view(torch.int32) + noise) & -(1 << 16)
-        return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
-    nearest = x.to(dtype)
-    error = x - nearest.to(torch.float32)
-    other = torch.nextafter(nearest, torch.where(error > 0, torch.inf, -torch.inf).to(dtype))
-    gap = (other.to(torch.float32) - nearest.to(torch.float32)).abs()
-    up = torch.rand(x.shape, device=x.device, generator=generator) * gap < error.abs()
-    return torch.where((error != 0) & up & other.isfinite(), other, nearest)

@@ -1,0 +1,343 @@
+"""A step that goes through the weights once: unscale, clip, update, round, refresh kept casts, piece by piece.
+
+An optimizer of torch's reads and writes gradients, weights and state in passes of their own, as do unscaling, clipping
+and the casts of the next forward. Here each piece of a weight that fits the processor's cache goes through all of it
+before the next piece is looked at, so that memory is passed over once; and float32 values of 16-bit weights and
+states exist for one piece at a time. On other devices than CPUs, pieces are large and hold many weights, so that few
+kernels are launched.
+
+What this steps must be an exact type of `_updates.UPDATES`, without step hooks, of dense real gradients; everything
+else is stepped by the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from ._casts import CastCache
+from ._refresh import refreshed, to_refresh
+from ._remainders import narrow, round_stochastic, widen
+from ._updates import UPDATES, Piece, State, Update, nothing
+from .weights import WideWeights
+
+_CPU_PIECE = 1 << 17  # weights; with gradient and two moments 2 MiB
+_DEVICE_PIECE = 1 << 26  # weights; enough that launching kernels takes no time
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A parameter with a gradient, or a part of one.
+
+    Attributes:
+        weight: the float32 values, or the 16-bit ones that stand for them together with `rest`.
+        low: the 16-bit weight to round to; None for a float32 parameter.
+        casts: copies in other formats that the next forward will read.
+        first: the optimizer has no state of it yet.
+    """
+
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
+    state: State
+    low: torch.Tensor | None
+    rest: torch.Tensor | None
+    casts: list[torch.Tensor]
+    first: bool
+
+    def part(self, start: int, stop: int) -> _Weight:
+        """The same for some values of a flat one."""
+        return _Weight(
+            self.weight[start:stop],
+            self.gradient[start:stop],
+            {name: s[start:stop] for name, s in self.states.items()},
+            self.state,
+            None if self.low is None else self.low[start:stop],
+            None if self.rest is None else self.rest[start:stop],
+            [c[start:stop] for c in self.casts],
+            self.first,
+        )
+
+    def flat(self) -> _Weight:
+        """The same as vectors over the same memory."""
+        return _Weight(
+            _flat(self.weight),
+            _flat(self.gradient),
+            {name: _flat(s) for name, s in self.states.items()},
+            self.state,
+            None if self.low is None else _flat(self.low),
+            None if self.rest is None else _flat(self.rest),
+            [_flat(c) for c in self.casts],
+            self.first,
+        )
+
+
+class FusedStep:
+    """Steps an optimizer of a known kind, weights of any mode, and refreshes kept casts.
+
+    Args:
+        optimizer: its state stays where it is, under torch's names.
+        wide: the 16-bit parameters among the optimizer's.
+        cache: kept casts of float32 parameters, refreshed while their weights are in the processor's cache.
+        state_dtype: what state of the weights' shape is stored in. 16-bit state is rounded at random, with the right
+            mean, so that a second moment does not stall.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, wide: WideWeights, cache: CastCache, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.optimizer = optimizer
+        self.wide = wide
+        self.cache = cache
+        self.state_dtype = state_dtype
+        self._scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def why_not(self) -> str:
+        """Why the optimizer has to step itself now; empty if it need not."""
+        update = UPDATES.get(type(self.optimizer))
+        if update is None:
+            known = ", ".join(kind.__name__ for kind in UPDATES)
+            return f"{type(self.optimizer).__name__} is not one of {known}"
+        if _has_step_hooks(self.optimizer):
+            return "it has step hooks, or a step of its own"
+        if not all(update.supports(group) for group in self.optimizer.param_groups):
+            return "a group asks for another implementation (foreach, capturable, differentiable, fused=False)"
+        plain = self.state_dtype is torch.float32 and not self.wide.kept
+        for p in self.wide.parameters():
+            if p.grad is not None and not _is_dense_and_real(p, p.grad):
+                return f"a parameter of shape {tuple(p.shape)} or its gradient is sparse, complex, float64 or not dense"
+            if plain and p.device.type != "cpu":
+                return "the device's own fused kernels have nothing left to save"
+        return ""
+
+    @torch.no_grad()
+    def step(self, divisor: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
+        """Update all parameters that have a gradient, by gradients divided by `divisor`.
+
+        Gradients are read, not written. A true `found_inf` on the device makes the step do nothing.
+        """
+        update = UPDATES[type(self.optimizer)]
+        stepped: list[torch.Tensor] = []
+        for group in self.optimizer.param_groups:
+            weights = [w for p in group["params"] if (w := self._weight(p, group, update, stepped)) is not None]
+            for w in weights:
+                update.count(w.state, found_inf)
+            for _, alike in groupby(weights, key=lambda w: (w.weight.device, w.first)):
+                for parts in _pieces(list(alike), update.elementwise):
+                    self._step_piece(update, parts, group, divisor, found_inf)
+        # torch's fused updates write behind the version counter, by which kept casts know their age.
+        torch.autograd.graph.increment_version(stepped)
+        for p in stepped:
+            refreshed(self.cache, p)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step came first
+
+    # ---- one parameter ----
+
+    def _weight(
+        self, p: torch.Tensor, group: dict[str, Any], update: Update, stepped: list[torch.Tensor]
+    ) -> _Weight | None:
+        kept = self.wide.kept_for(p)
+        own = p if kept is None else kept.low
+        gradient = own.grad
+        if gradient is None or not own.numel():
+            return None
+        stepped.append(own)
+        names = update.names(group)
+        state = self.optimizer.state[p] if names or update.begin is not nothing else {}
+        first = any(state.get(name) is None for name in names)
+        update.begin(own, state, group)
+        for name in names:
+            state[name] = self._stored(state.get(name), own)
+        if gradient.stride() != own.stride():
+            gradient = torch.empty_like(own, dtype=gradient.dtype).copy_(gradient)
+        values = own.detach()
+        weight = values
+        if kept is not None and self.wide.mode == "master":
+            weight = kept.wide.detach()
+        casts = to_refresh(self.cache, own)
+        low, rest = (None, None) if kept is None else (values, kept.rest)
+        found = _Weight(weight, gradient, {n: state[n] for n in names}, state, low, rest, casts, first)
+        return found.flat() if update.elementwise else found
+
+    def _stored(self, state: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """State of a weight's shape, in the dtype and the order in memory that pieces need."""
+        if state is None:
+            return torch.zeros_like(like, dtype=self.state_dtype, requires_grad=False)
+        if state.dtype is not self.state_dtype or state.stride() != like.stride():
+            return torch.empty_like(like, dtype=self.state_dtype, requires_grad=False).copy_(state)
+        return state
+
+    # ---- one piece ----
+
+    def _step_piece(
+        self,
+        update: Update,
+        parts: Sequence[_Weight],
+        group: dict[str, Any],
+        divisor: float | torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        gradients = self._gradients(parts, divisor)
+        wide, weights = self._weights(parts)
+        states = {name: [w.states[name] for w in parts] for name in parts[0].states}
+        stored: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        if self.state_dtype is not torch.float32:
+            stored = {name: self._copies(name, tensors) for name, tensors in states.items()}
+        used = {name: stored[name][1] for name in states} if stored else states
+        update.run(Piece(weights, gradients, used, [w.state for w in parts], group, found_inf, parts[0].first))
+        self._write(parts, wide, weights)
+        for name, (memory, _) in stored.items():
+            self._write_low(memory, states[name], exact=name in update.nearest)
+
+    def _gradients(self, parts: Sequence[_Weight], divisor: float | torch.Tensor) -> list[torch.Tensor]:
+        """True gradients in float32; copies where they are not that already."""
+        given = [w.gradient for w in parts]
+        scaled = isinstance(divisor, torch.Tensor) or divisor != 1.0
+        if not scaled and all(g.dtype is torch.float32 for g in given):
+            return given
+        memory, gradients = self._copies("gradient", given)
+        if isinstance(divisor, torch.Tensor):
+            memory.div_(divisor)
+        elif scaled:
+            memory.mul_(1.0 / divisor)
+        return gradients
+
+    def _weights(self, parts: Sequence[_Weight]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """The float32 values that the update is to write; first, the working memory that holds those of 16-bit ones."""
+        low = [w for w in parts if w.weight.dtype is not torch.float32]
+        if not low:
+            return None, [w.weight for w in parts]
+        memory, room = self._room("weight", [w.weight for w in low])
+        for w, out in zip(low, room, strict=True):
+            widen(self.wide.mode, w.weight, w.rest, out)
+        wide = iter(room)
+        return memory, [w.weight if w.weight.dtype is torch.float32 else next(wide) for w in parts]
+
+    def _write(self, parts: Sequence[_Weight], wide: torch.Tensor | None, weights: list[torch.Tensor]) -> None:
+        """Round stepped weights to where they are kept, and write the casts that the next forward reads."""
+        if self.wide.mode == "stochastic" and wide is not None:
+            self._write_low(wide, [w.low for w in parts if w.low is not None])
+        for w, stepped in zip(parts, weights, strict=True):
+            if w.low is not None and self.wide.mode != "stochastic":
+                narrow(self.wide.mode, stepped, w.low, w.rest)
+            for cast in w.casts:
+                cast.copy_(stepped if w.low is None else w.low)
+
+    def _write_low(self, memory: torch.Tensor, targets: list[torch.Tensor], exact: bool = False) -> None:
+        """Round working memory into the 16-bit tensors that it stands for; to nearest if `exact`, else at random."""
+        generator = self.wide.generator(memory.device)
+        parts = torch.split(memory, [t.numel() for t in targets])
+        for dtype in {t.dtype for t in targets}:
+            chosen = [(t, p) for t, p in zip(targets, parts, strict=True) if t.dtype is dtype]
+            if exact:
+                values = [p for _, p in chosen]
+            elif len(chosen) == len(targets):
+                values = list(torch.split(round_stochastic(memory, dtype, generator), [t.numel() for t in targets]))
+            else:
+                values = [round_stochastic(p, dtype, generator) for _, p in chosen]
+            torch._foreach_copy_(
+                [t for t, _ in chosen], [v.view(t.shape) for (t, _), v in zip(chosen, values, strict=True)]
+            )
+
+    def _copies(self, role: str, like: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        memory, room = self._room(role, like)
+        torch._foreach_copy_(room, like)
+        return memory, room
+
+    def _room(self, role: str, like: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """float32 working memory, and its parts of these shapes: the same for every piece, so that it stays in the
+        cache.
+        """
+        device = like[0].device
+        size = sum(t.numel() for t in like)
+        memory = self._scratch.get((device, role))
+        if memory is None or memory.numel() < size:
+            memory = torch.empty(size, dtype=torch.float32, device=device)
+            if size <= _limit(device):
+                self._scratch[(device, role)] = memory
+        memory = memory[:size]
+        return memory, [
+            m.view(t.shape) for m, t in zip(torch.split(memory, [t.numel() for t in like]), like, strict=True)
+        ]
+
+    def let_go(self) -> None:
+        """Give the working memory back."""
+        self._scratch.clear()
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _limit(device: torch.device) -> int:
+    return _CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE
+
+
+def _pieces(weights: list[_Weight], elementwise: bool) -> Iterator[list[_Weight]]:
+    """Groups of weights, or of parts of them, of a size that suits the device."""
+    if not elementwise:
+        yield from ([w] for w in weights)
+        return
+    limit = _limit(weights[0].weight.device)
+    piece: list[_Weight] = []
+    room = limit
+    for w in weights:
+        size, start = w.weight.numel(), 0
+        while start < size:
+            stop = min(size, start + room)
+            piece.append(w if stop - start == size else w.part(start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield piece
+                piece, room = [], limit
+    if piece:
+        yield piece
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor in its order, as a vector."""
+    x = x.detach()
+    return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+# ---- what can be stepped so ------------------------------------------------------------------------------------------
+
+
+def _has_step_hooks(optimizer: Any) -> bool:
+    own = optimizer.__dict__.get("step")  # schedulers put one there that only notes the call
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or (own is not None and not getattr(own, "_wrapped_by_lr_sched", False))
+    )
+
+
+def _is_dense_and_real(p: torch.Tensor, gradient: torch.Tensor) -> bool:
+    if gradient.layout is not torch.strided or p.dtype not in _STEPPED or gradient.dtype not in _STEPPED:
+        return False
+    if hasattr(p, "to_local"):
+        return False
+    return p.is_contiguous() or _fills_its_memory(p)
+
+
+def _fills_its_memory(p: torch.Tensor) -> bool:
+    """Whether the values of a tensor lie side by side, in whatever order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+_STEPPED = frozenset({torch.float32, torch.bfloat16, torch.float16})
