@@ -16,6 +16,7 @@ from castwise.policy import Policy
 
 from ._region import Region, current_region
 from ._rules import rules_for
+from ._traced import as_is, traced_by_dynamo
 
 
 class LayerHooks:
@@ -67,15 +68,24 @@ class _LayerHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return _LayerHook, (self.policy, self.device_type, self.layer)
 
+    @as_is
     def enter(self, module: nn.Module, args: Any) -> None:
         outer = current_region(self.device_type)
         region = None
         if outer is not None and outer.enabled and outer.rules.policy == self.policy:
             region = Region(self.rules, outer.cache, log=outer.log)
+            region.owner = self
             region.enter()
-        self._stack().append(region)
+        if not traced_by_dynamo():
+            self._stack().append(region)
 
+    @as_is
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if traced_by_dynamo():  # which is well nested, and may run in the body of an op, where no list is written
+            inner = current_region(self.device_type)
+            if inner is not None and inner.owner is self:
+                inner.leave()
+            return
         stack = self._stack()
         region = stack.pop() if stack else None
         if region is not None:

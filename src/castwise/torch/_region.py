@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,6 +65,7 @@ class Region(TorchFunctionMode):
         self.enabled = enabled
         self.log = log
         self.casting = Casting(rules.device_type, cache)
+        self.owner: object = None  # who has to leave it, where that is not the one who holds it
         self.covered = False  # an inner region for the same type of device has the calls; kept for tracers alone
         self._depth = 0
         self._suspended: Any = None
@@ -90,7 +92,7 @@ class Region(TorchFunctionMode):
             torch.set_autocast_enabled(device, False)
         _ACTIVE.set((*_ACTIVE.get(), self))
         _push(self)
-        _mark_covered()
+        _settle()
 
     @as_is
     def leave(self) -> None:
@@ -107,7 +109,7 @@ class Region(TorchFunctionMode):
         for mode in reversed(above):
             _push(mode)
         _ACTIVE.set(tuple([r for r in _ACTIVE.get() if r is not self]))
-        _mark_covered()
+        _settle()
         if self._suspended:
             self._suspended = None
             torch.set_autocast_enabled(self.rules.device_type, True)
@@ -242,13 +244,31 @@ def _their_island(device: str) -> Iterator[None]:
         yield
 
 
-def _mark_covered() -> None:
+def _settle() -> None:
+    """What follows from the regions on this thread's stack: which of them are covered, and what torch is told."""
     inner = set()
     for position in range(_count() - 1, -1, -1):
         mode = _mode_at(position)
         if isinstance(mode, Region):
             mode.covered = mode.rules.device_type in inner
             inner.add(mode.rules.device_type)
+    if bool(inner) != _told.inside:
+        _tell_torch(bool(inner))
+
+
+class _Told(threading.local):
+    inside = False
+
+
+_told = _Told()
+# torch's recurrent modules refuse an input whose format is not that of their weights, unless autocast is enabled for
+# any type of device. A type without tensors says so and casts nothing.
+_NO_DEVICE = "ipu"
+
+
+def _tell_torch(inside: bool) -> None:
+    _told.inside = inside
+    torch.set_autocast_enabled(_NO_DEVICE, inside)
 
 
 @at_trace_time
