@@ -7,15 +7,17 @@ kept, which are small beside a model's activations.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
 
+from castwise._graph_index import Floats
 from castwise._ranges import RangeRecord
 from castwise.catalogue import OpClass, load_catalogue
 from castwise.formats import FORMATS
@@ -26,10 +28,13 @@ from castwise.onnx._measure import instrument
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Tree, Value, build_tree
+from castwise.onnx._unmix import can_twin, difference, twin
 
 __all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
 
 log = logging.getLogger("castwise.onnx")
+
+_FLOAT = onnx.TensorProto.FLOAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,8 @@ class Evaluator:
     """The weights of the reference, where some were changed for the plans."""
     samples: list[Feed] | Any
     runs: int = 0
+    worst: int = 0
+    """The sample with the largest error in the last trial."""
     engine: str = ""
     random: frozenset[str] = frozenset()
     """Outputs that two runs of the reference do not agree on."""
@@ -187,6 +194,8 @@ class Evaluator:
         total: Outcome | None = None
         for number, feed in enumerate(self.samples):
             outcome = compare(self.names, self.wanted[number], runner.run(feed), self.random)
+            if total is None or outcome.error > total.error:
+                self.worst = number
             total = outcome if total is None else worst(total, outcome)
             self.runs += 1
         assert total is not None
@@ -214,6 +223,32 @@ class Evaluator:
             if broken and all(math.isfinite(seen.get(path, 0.0)) for path in read):
                 guilty.append(node.id)
         return guilty
+
+    def disturbed(self, paths: Collection[str], elem: int) -> tuple[list[str], Callable[[Floats], Floats]] | None:
+        """The model beside a twin in which the rounding of each of these tensors can be added by a dial.
+
+        Returns the tensors, and a function from dials in their order to the outputs' difference, on the sample that was
+        worst in the last trial. None for a model that cannot be twinned. Raises RuntimeError where the twin does not
+        run. ``elem`` is the ONNX type that tensors are rounded to.
+        """
+        model = infer(emulated(self.skeleton))
+        tree = build_tree(model, {name: (int(_FLOAT), ()) for name in self.weights})
+        for node in tree.nodes():
+            node.proto.name = node.id
+        wanted = [value for value in tree.values() if value.path in paths and value.floating]
+        if not wanted or not can_twin(tree, wanted):
+            return None
+        twinned = twin(model, tree, wanted, elem)
+        runner = Runner(twinned.model, {name: self._wide(self.weights, name) for name in self.weights})
+        names = [twinned.dials[value] for value in wanted]
+        feed = next(itertools.islice(self.samples, self.worst, None))
+
+        def run(dials: Floats) -> Floats:
+            self.runs += 1
+            given = {name: np.array(dial, np.float32) for name, dial in zip(names, dials, strict=True)}
+            return difference(runner.run({**feed, **given}))
+
+        return [value.path for value in wanted], run
 
     def _fed_to(self, applied: Applied, fmt: str) -> dict[str, Array]:
         fed = {name: self._rounded(old, fmt) for name, old in applied.narrowed.items()}

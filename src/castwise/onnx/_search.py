@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from castwise._graph_index import Floats
 from castwise._pins import Cause, Pin
 from castwise.catalogue import OpClass, load_catalogue
 from castwise.cost import Costs
 from castwise.errors import PlanError
 from castwise.onnx._capture import Captured
 from castwise.onnx._evaluate import Evaluator, Outcome, records
+from castwise.onnx._noise import Noise
 from castwise.plan import Plan, solve
 from castwise.policy import Policy
-from castwise.risk import Risks, measure_groups
+from castwise.risk import Risks
 
 __all__ = ["Search", "Step", "fewest_wide"]
 
@@ -36,13 +36,10 @@ _WIDE_PRODUCT, _WIDE_OP, _WIDE_MOVE, _CAST = 100.0, 1.0, 1e-3, 0.6
 
 _MOST_FAULTS = 24
 _MOST_TRIALS = 8
-_RUNS = 40
-"""Trials that measuring the noise may take."""
-_GROUPS = 8
 _SAFETY = 0.7
 """The share of the tolerated noise that a new plan aims for: predicted noise adds up only on average."""
-_HUGE = 1e30
-"""In place of an infinite noise."""
+_CLOSE = 1.6
+"""Noise that did not pass and noise that did within this factor: a plan between them is hardly worth a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,28 +154,53 @@ class Search:
     # ---- too far off ----
 
     def _within_tolerance(self, plan: Plan) -> Plan:
+        """The cheapest plan found that keeps the tolerance: by less noise until one does, then by as much as goes."""
         assert self.evaluator is not None and self.outcome is not None
-        best = plan
-        risks = self._measured(plan)
-        start = max(self.outcome.error, 1e-30)
-        together = float(risks.op_noise[plan.labels].sum())
-        factor = (self.tolerance / start) ** 2 if math.isfinite(start) else 1e-6
-        budget = together * factor * _SAFETY
+        noise = Noise(self.evaluator, self.captured)
+        risks = self._measured(noise, plan)
+        kept: tuple[float, Plan, Outcome] | None = None
+        failed = self._predicted(risks)
+        budget = failed * self._missed(self.outcome.error) * _SAFETY
         for _ in range(_MOST_TRIALS):
             try:
-                best = self._solve(risks, budget)
+                tried = self._solve(risks, budget)
             except PlanError as error:  # pinned low by the policy
                 log.warning("the tolerance cannot be planned for: %s", error)
                 break
-            self.outcome = self.evaluator.try_plan(self.captured, self.labels(best))
-            self._note(f"raised ops until the predicted noise is {budget:.2g}", best)
+            self.outcome = self.evaluator.try_plan(self.captured, self.labels(tried))
+            self._note(f"allowed a predicted noise of {budget:.2g}", tried)
             if self.outcome.error <= self.tolerance:
-                return best
-            missed = (self.tolerance / self.outcome.error) ** 2 if math.isfinite(self.outcome.error) else 0.0
-            budget = min(budget * 0.5, best.score.noise * missed) * _SAFETY
+                kept = (budget, tried, self.outcome)
+            else:
+                failed = min(budget, tried.score.noise)
+            if kept is not None:
+                if failed < kept[0] * _CLOSE:
+                    break
+                budget = math.sqrt(failed * kept[0])
+                continue
+            if noise.can_refine:  # what is still rounded is louder than it seemed
+                risks = self._measured(noise, tried)
+                failed = replace(tried.problem, risks=risks).score(tried.labels).noise
+            budget = failed * self._missed(self.outcome.error) * _SAFETY
             if not budget:
                 break
-        return self._all_wide(best)
+        if kept is None:
+            return self._all_wide(plan)
+        self.outcome = kept[2]
+        return kept[1]
+
+    def _measured(self, noise: Noise, plan: Plan) -> Risks:
+        risks, what = noise.measure(plan)
+        self.steps.append(Step(what, int((~plan.labels).sum())))
+        return replace(risks, ranges=self._risks().ranges, measured=self.calibrated)
+
+    def _predicted(self, risks: Risks) -> float:
+        """The noise of a plan that was solved without knowing any, to first order."""
+        return max(self._solve(risks).score.noise, 1e-30)
+
+    def _missed(self, error: float) -> float:
+        """By which factor the noise must fall so that the error keeps the tolerance."""
+        return (self.tolerance / max(error, 1e-30)) ** 2 if math.isfinite(error) else 1e-6
 
     def _all_wide(self, plan: Plan) -> Plan:
         """Raise everything that may be raised."""
@@ -191,52 +213,3 @@ class Search:
         self.outcome = self.evaluator.try_plan(self.captured, self.labels(plan))
         self._note("raised everything", plan)
         return plan
-
-    def _measured(self, plan: Plan) -> Risks:
-        """Risks with the noise of each op that the plan lowers, measured in groups."""
-        assert self.evaluator is not None
-        graph, labels = self.captured.graph, plan.labels
-        entries = load_catalogue().entries
-        lowered = [int(i) for i in np.flatnonzero(labels)]
-        makes = [
-            i
-            for i in lowered
-            if not (graph.ops[i].id not in self.captured.nodes or _selects(entries, graph.ops[i].name))
-        ]
-        makes = makes or lowered
-        follow = set(lowered) - set(makes)
-
-        def evaluate(ops: frozenset[int]) -> float:
-            assert self.evaluator is not None
-            chosen = {op.id: i in ops for i, op in enumerate(graph.ops)}
-            noise = self.evaluator.try_plan(self.captured, chosen).noise
-            return min(noise, _HUGE)
-
-        size = max(1, math.ceil(len(makes) / _GROUPS))
-        groups = [makes[start : start + size] for start in range(0, len(makes), size)]
-        report = measure_groups(evaluate, groups, max(_RUNS, len(groups) + 1))
-        noise = np.zeros(len(graph.ops))
-        for op, amount in report:
-            noise[op] = amount
-        log.info("noise of %d ops measured in %d runs (%d follow)", len(makes), report.runs, len(follow))
-        self.steps.append(Step(f"measured the noise of {len(makes)} ops in {report.runs} trials", int((~labels).sum())))
-        priced = Risks.from_sensitivities(graph, self.captured.fmt, self._per_tensor(noise))
-        return replace(priced, op_values=noise, ranges=self._risks().ranges, measured=self.calibrated)
-
-    def _per_tensor(self, noise: Floats) -> Floats:
-        """The noise of rounding each tensor where it stays fp32 and is read in 16 bits: that of the op that writes it.
-
-        A selection hands on values of what it reads, so that rounding its result rounds those.
-        """
-        graph = self.captured.graph
-        total = np.zeros(len(graph.tensors))
-        for position, op in enumerate(graph.ops):
-            handed_on = max((float(total[tensor]) for tensor in op.inputs), default=0.0)
-            selects = op.selects or op.id not in self.captured.nodes
-            total[list(op.outputs)] = handed_on if selects else float(noise[position])
-        return total
-
-
-def _selects(entries: Mapping[str, object], name: str) -> bool:
-    entry = entries.get(name)
-    return bool(entry is not None and getattr(entry, "selects", False))
