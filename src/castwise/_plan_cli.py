@@ -84,7 +84,7 @@ def _of_task(spec: str) -> tuple[Any, Any]:
     """The model of a study task and the inputs that its loss calls it with on the first training batch."""
     from castwise.study.protocol import load_task
 
-    task = load_task(spec).task
+    task = load_task(spec)
     model = task.model(0)
     calls: list[Any] = []
 

@@ -27,7 +27,7 @@ def test_a_study_ends_with_its_table_and_the_path_of_its_report(
     assert cli.main(["study", f"{KNOWN / 'healthy.py'}:Regression", *options]) == 0
     printed, progress = capsys.readouterr()
     lines = printed.splitlines()
-    assert lines[0] == "Regression on NVIDIA T4: 20 steps, 1 seeds"
+    assert lines[0] == "Regression on NVIDIA T4: 20 steps, 1 seed"
     assert any(line.startswith("bf16") and line.endswith("cannot tell") for line in lines)
     assert lines[-1] == f"report: {out / 'report.html'}"
     assert "left:" in progress
@@ -48,7 +48,9 @@ def test_a_study_ends_with_its_table_and_the_path_of_its_report(
         (["digits", "--seeds", "0"], "--seeds"),
         (["digits", "--steps", "-1"], "--steps"),
         (["digits", "--margin", "0"], "margin"),
+        (["digits", "--margin", "inf"], "margin"),
         (["digits", "--threads", "0"], "threads"),
+        (["digits", "--threads", "999999"], "threads"),
         (["nowhere.py:Task"], "nowhere.py"),
     ],
 )
@@ -60,6 +62,12 @@ def test_mistakes_are_one_line_that_says_what_to_do(
     assert said in printed
     assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["study", f"{KNOWN / 'healthy.py'}:Regression", "--out", str(tmp_path / "file" / "out")]) == 1
+    assert "out cannot be made (Not a directory). Name another with --out." in capsys.readouterr().err
 
 
 def _parsed(*words: str) -> argparse.Namespace:

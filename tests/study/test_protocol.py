@@ -58,6 +58,13 @@ def test_a_class_that_needs_arguments_is_explained(file: Path) -> None:
         load_task(f"{file}:Needs")
 
 
+def test_a_class_that_fails_while_it_is_made_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("class Mine:\n    def __init__(self):\n        len(3)\n")
+    with pytest.raises(StudyError, match=r"making it failed with TypeError: .* \(train.py, line 3\)"):
+        load_task(f"{file}:Mine")
+
+
 def test_missing_methods_are_named() -> None:
     with pytest.raises(StudyError, match="has no method optimizer, batches, loss, evaluate"):
         describe(type("Half", (), {"model": lambda self, seed: None})())

@@ -101,7 +101,8 @@ def test_arm_names_may_hold_any_character(store: Store, made: SimpleNamespace) -
     assert store.finished("a", 0) is None
 
 
-def test_an_interrupted_study_is_not_overwritten_by_accident(store: Store) -> None:
+def test_an_interrupted_study_is_not_overwritten_by_accident(store: Store, made: SimpleNamespace) -> None:
+    store.checkpoint(made.run("fp16", 0, [0.1]), b"state")
     with pytest.raises(StudyError, match="--resume"):
         store.begin(SETTINGS, resume=False)
 
@@ -124,7 +125,22 @@ def test_a_finished_study_is_kept_on_resume(store: Store, made: SimpleNamespace)
     assert store.finished("fp16", 0) is not None
 
 
-def test_resuming_with_other_settings_names_what_changed(store: Store) -> None:
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_study_whose_task_failed_before_its_first_interval_is_begun_anew(store: Store, resume: bool) -> None:
+    """Who corrects a mistake in the task runs the same command again."""
+    store.begin(SETTINGS | {"task file": "corrected"}, resume=resume)
+    assert json.loads((store.state / "settings.json").read_text()) == SETTINGS | {"task file": "corrected"}
+
+
+def test_two_studies_do_not_write_to_one_folder_at_once(store: Store) -> None:
+    with store.held(), pytest.raises(StudyError, match="Another study is writing"), store.held():
+        pass
+    with store.held():
+        pass
+
+
+def test_resuming_with_other_settings_names_what_changed(store: Store, made: SimpleNamespace) -> None:
+    store.checkpoint(made.run("fp16", 0, [0.1]), b"state")
     with pytest.raises(StudyError, match=r"steps = 100, and this one has 200"):
         store.begin(SETTINGS | {"steps": 200}, resume=True)
     with pytest.raises(StudyError, match="torch"):
@@ -143,6 +159,17 @@ def test_a_damaged_record_names_its_file(store: Store) -> None:
         store.finished("fp16", 0)
     (store.state / "settings.json").write_text("{")
     with pytest.raises(StudyError, match=r"settings\.json is damaged"):
+        store.begin(SETTINGS, resume=True)
+
+
+@pytest.mark.parametrize("left", [0, 7, 40, -1])
+def test_a_cut_off_checkpoint_names_its_file(store: Store, made: SimpleNamespace, left: int) -> None:
+    store.checkpoint(made.run("fp16", 0, [0.1]), b"state")
+    path = store.state / "running.bin"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(StudyError, match=r"running\.bin is not a run .* or it is damaged"):
+        store.running("fp16", 0)
+    with pytest.raises(StudyError, match=r"running\.bin"):
         store.begin(SETTINGS, resume=True)
 
 

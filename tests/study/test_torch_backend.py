@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,9 +201,16 @@ def test_a_scale_at_its_floor_ends_the_run_as_a_result(spec: TaskSpec) -> None:
     ("methods", "said"),
     [
         ({"model": lambda self, seed: "net"}, r"model\(0\) gives a str"),
-        ({"loss": lambda self, model, batch: 1.0}, "loss gives float"),
+        ({"optimizer": lambda self, model: "adam"}, "gives a str. Return a torch.optim.Optimizer"),
+        ({"optimizer": lambda self, model: torch.optim.SGD([torch.zeros(3)])}, "no parameter of the model"),
+        ({"scheduler": lambda self, optimizer, steps: 3}, "scheduler gives 3"),
+        ({"loss": lambda self, model, batch: 1.0}, "loss gives a float"),
+        ({"loss": lambda self, model, batch: model(batch[0])}, r"loss gives a tensor of shape \(\d+, \d+\)"),
+        ({"loss": lambda self, model, batch: model(batch[0]).sum() + 0j}, "complex64. Return a tensor with one real"),
+        ({"loss": lambda self, model, batch: torch.tensor(1.0)}, "depends on no parameter that is trained"),
         ({"evaluate": lambda self, model: "good"}, "evaluate gives 'good'"),
         ({"batches": lambda self, seed: []}, "gives no batch"),
+        ({"batches": lambda self, seed: 5}, "batches failed with TypeError: 'int' object is not iterable"),
     ],
 )
 def test_a_task_that_breaks_the_protocol_is_told_where(spec: TaskSpec, methods: dict[str, Any], said: str) -> None:
@@ -212,6 +219,49 @@ def test_a_task_that_breaks_the_protocol_is_told_where(spec: TaskSpec, methods: 
         run = backend.start(ARMS["fp32"], 0, 20)
         run.evaluate()
         run.advance(2)
+
+
+def broken(*_: object) -> Any:
+    raise KeyError("column x")
+
+
+def broken_later(*_: object) -> Iterator[Any]:
+    yield from ()
+    raise KeyError("column x")
+
+
+@pytest.mark.parametrize(
+    ("method", "failing"),
+    [(name, broken) for name in ("model", "optimizer", "scheduler", "batches", "loss", "evaluate", "validation")]
+    + [(name, broken_later) for name in ("batches", "validation")],
+)
+def test_what_a_task_raises_is_told_with_the_method_and_the_line(
+    spec: TaskSpec, method: str, failing: Callable[..., Any]
+) -> None:
+    backend = TorchBackend(task_like(spec, **{method: failing}), threads=1)
+    line = failing.__code__.co_firstlineno + (2 if failing is broken_later else 1)
+    said = rf"{method} failed with KeyError: 'column x' \(test_torch_backend.py, line {line}\)"
+    with backend.session(), pytest.raises(StudyError, match=said) as caught:
+        run = backend.start(ARMS["fp32"], 0, 20)
+        run.evaluate()
+        run.advance(2)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_error_of_the_backward_pass_is_the_tasks(spec: TaskSpec) -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise KeyError("saved")
+
+    changed = task_like(spec, loss=lambda self, model, batch: Broken.apply(model(batch[0]).float().square().mean()))
+    backend = TorchBackend(changed, threads=1)
+    with backend.session(), pytest.raises(StudyError, match="the backward pass or the optimizer's step failed"):
+        backend.start(ARMS["fp32"], 0, 20).advance(1)
 
 
 def test_a_feed_goes_on_over_epochs_and_makes_generators_again() -> None:

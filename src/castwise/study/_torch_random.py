@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from castwise.errors import StudyError
+from castwise.study.calls import calling
 
 __all__ = ["Feed", "capture", "restore", "scattered_seed", "seed_all", "seeded"]
 
@@ -83,7 +84,8 @@ class Feed:
         seed_all(scattered_seed(seed, 1))
         try:
             self._iterable = batches(seed)
-            self._iterator = iter(self._iterable)
+            with calling(task, "batches"):
+                self._iterator = iter(self._iterable)
             self._stream = capture()
         finally:
             restore(outside)
@@ -93,7 +95,8 @@ class Feed:
         outside = capture()
         restore(self._stream)
         try:
-            batch = self._next()
+            with calling(self._task, "batches"):
+                batch = self._next()
             self._stream = capture()
         finally:
             restore(outside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,6 +20,8 @@ from castwise.study.results import recommended_arm, results_of, write_results
 from castwise.study.runner import Outcome, Settings, planned_steps, run_study
 
 __all__ = ["default_folder", "study"]
+
+_MOST_THREADS = 1024  # with many more, thread pools crash instead of raising
 
 
 def study(
@@ -87,8 +90,8 @@ def _settings(
     arms = arms_of(precisions, studied)
     spec = load_task(task) if isinstance(task, str) else describe(task)
     if margin is not None:
-        if not margin > 0:
-            raise StudyError(f"The margin is {margin}. Give a number above 0, in units of the metric.")
+        if not 0 < margin < math.inf:
+            raise StudyError(f"The margin is {margin}. Give a finite number above 0, in units of the metric.")
         spec = replace(spec, margin=margin)
     return Settings(
         spec=spec,
@@ -101,8 +104,8 @@ def _settings(
 
 
 def _threads(asked: int | None, spec: TaskSpec) -> int | None:
-    if asked is not None and asked < 1:
-        raise StudyError(f"The number of threads is {asked}. Give at least 1.")
+    if asked is not None and not 1 <= asked <= _MOST_THREADS:
+        raise StudyError(f"The number of threads is {asked}. Give 1 to {_MOST_THREADS}.")
     return asked if asked is not None else spec.threads
 
 

@@ -50,6 +50,7 @@ class Measure:
 
     def say(self, value: float) -> str:
         """A value or a difference in this measure, in words: two significant digits (three from 1 up) and the unit."""
+        value += 0.0  # no "-0"
         digits = f"{value:.3g}" if abs(value) >= 1 else f"{value:.2g}"
         return f"{digits} {self.unit}" if self.unit else digits
 

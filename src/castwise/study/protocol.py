@@ -21,15 +21,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from castwise._load import is_object_spec, load_object, split_spec
 from castwise.errors import StudyError, did_you_mean, nearest
+from castwise.study.calls import calling
 
 __all__ = ["BUILT_IN", "Task", "TaskSpec", "describe", "load_task"]
 
@@ -94,8 +96,9 @@ _OPTIONAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """A task with every optional part resolved and checked; the fields are those of ``Task``.
+    """A task with every optional part resolved and checked; the fields and methods are those of ``Task``.
 
+    An exception in a method of the task becomes a ``StudyError`` that names the method and the line.
     ``digest`` is a hash of the file that defines the task: runs made before the file changed are not continued.
     """
 
@@ -124,15 +127,42 @@ class TaskSpec:
         """Steps between two evaluations in a study of ``steps`` steps."""
         return min(steps, self.evaluate_every or max(1, math.ceil(steps / _DEFAULT_EVALUATIONS)))
 
+    def model(self, seed: int) -> Any:
+        with calling(self.spelled, "model"):
+            return self.task.model(seed)
+
+    def optimizer(self, model: Any) -> Any:
+        with calling(self.spelled, "optimizer"):
+            return self.task.optimizer(model)
+
+    def batches(self, seed: int) -> Iterable[Any]:
+        with calling(self.spelled, "batches"):
+            return self.task.batches(seed)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        with calling(self.spelled, "loss"):
+            return self.task.loss(model, batch)
+
+    def evaluate(self, model: Any) -> Any:
+        with calling(self.spelled, "evaluate"):
+            return self.task.evaluate(model)
+
     def validation(self) -> Iterable[Any] | None:
         """The task's validation batches, or None where it has none."""
         method = getattr(self.task, "validation", None)
-        return None if method is None else cast("Iterable[Any]", method())
+        return None if method is None else self._drawn(method)
+
+    def _drawn(self, method: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        with calling(self.spelled, "validation"):
+            yield from method()
 
     def scheduler(self, optimizer: Any, steps: int) -> Any:
         """The task's learning-rate scheduler, or None."""
         method = getattr(self.task, "scheduler", None)
-        return None if method is None else method(optimizer, steps)
+        if method is None:
+            return None
+        with calling(self.spelled, "scheduler"):
+            return method(optimizer, steps)
 
 
 def load_task(spelled: str) -> TaskSpec:
@@ -211,12 +241,16 @@ def _instance(found: object, spelled: str) -> object:
         return found
     build = cast("Callable[[], object]", found)
     try:
-        return build()
+        inspect.signature(build).bind()
     except TypeError as error:
         raise StudyError(
             f"Task {spelled!r} cannot be made without arguments: {error}. "
             f"Name a class or function that takes none, or an object."
         ) from error
+    except ValueError:  # some callables written in C tell nothing
+        pass
+    with calling(spelled, "making it"):
+        return build()
 
 
 def _warn_of_misspelt(task: object, spelled: str) -> None:

@@ -17,7 +17,7 @@ from castwise._extras import require
 from castwise._files import write_text
 from castwise.study._drawing import DARK, LIGHT, Figure, recoloured, render
 from castwise.study.figures import figures_of
-from castwise.study.words import headline, limits, listed, number, rate
+from castwise.study.words import counted, headline, limits, listed, number, rate
 
 __all__ = ["html_of", "write_report"]
 
@@ -38,7 +38,7 @@ def html_of(results: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": _typeset, "rate": rate, "bytes": _bytes, "listed": listed}
+    environment.filters |= {"counted": counted, "number": _typeset, "rate": rate, "bytes": _bytes, "listed": listed}
     template = environment.from_string((folder / "report.html.j2").read_text(encoding="utf-8"))
     text: str = template.render(
         results=results,

@@ -36,7 +36,7 @@ EXPLODED = 10.0
 REFERENCE_EXPLODED = 100.0
 """The same for fp32 itself, against its loss before training."""
 
-_FORMAT = 1  # of records and checkpoints: raised when older ones cannot be continued
+_FORMAT = 2  # of records and checkpoints: raised when older ones cannot be continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ def run_study(
         KeyboardInterrupt: passes through; at most the interval in progress is lost.
     """
     study = _Study(settings, backend, Store(Path(out)), progress or Progress({}, quiet=True))
-    study.store.begin(study.identity, resume=resume)
-    with backend.session():
+    with study.store.held(), backend.session():
+        study.store.begin(study.identity, resume=resume)
         runs = {arm.name: tuple(study.run(arm, seed) for seed in range(settings.seeds)) for arm in settings.arms}
         verdict = judge(settings.spec, runs, steps=settings.steps)
         arms, cures = list(settings.arms), dict[str, str | None]()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from castwise.study.words import number, rate
+from castwise.study.words import counted, number, rate
 
 __all__ = ["table"]
 
@@ -18,7 +18,8 @@ def table(results: Mapping[str, Any]) -> str:
     rows = [["", metric["name"], "worse than fp32 by", "skipped", "speed", "verdict"]]
     rows += [_row(name, arm, results) for name, arm in results["arms"].items()]
     settings = results["settings"]
-    head = f"{details['name']} on {results['device']}: {settings['steps']} steps, {settings['seeds']} seeds"
+    head = f"{details['name']} on {results['device']}: "
+    head += f"{counted(settings['steps'], 'step')}, {counted(settings['seeds'], 'seed')}"
     lines = [head, "", *_aligned(rows), ""]
     if any(arm["emulated"] for arm in results["arms"].values()):
         lines.append("Emulated formats have the numbers of the real ones, not their speed.")

@@ -8,16 +8,19 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from castwise.errors import NonFiniteError, ScaleStalledError, StudyError
+from castwise.guard import GuardConfig
 from castwise.study import _torch_layers, _torch_probe
 from castwise.study._torch_random import Feed, capture, restore, scattered_seed, seed_all, seeded
 from castwise.study.arms import Arm
 from castwise.study.backend import Blame, Layer
+from castwise.study.calls import calling
 from castwise.study.protocol import TaskSpec
 from castwise.study.records import Ending, Evaluation, Failure, Interval
 from castwise.torch import Amp
@@ -74,10 +77,10 @@ class TorchBackend:
 
     def layers(self) -> Sequence[Layer]:
         seed_all(scattered_seed(0, _INIT))
-        model = self.spec.task.model(0).to(self.device)
-        batch = _torch_probe.to_device(Feed(self.spec.task.batches, 0, task=self.spec.spelled).next(), self.device)
+        model = self.spec.model(0).to(self.device)
+        batch = _torch_probe.to_device(Feed(self.spec.batches, 0, task=self.spec.spelled).next(), self.device)
         with _torch_probe.undisturbed(model), torch.no_grad():
-            return _torch_layers.classify(model, lambda: self.spec.task.loss(model, batch), self.spec.layers)
+            return _torch_layers.classify(model, lambda: self.spec.loss(model, batch), self.spec.layers)
 
     def blame(self, arm: Arm, seed: int, state: bytes | None) -> Sequence[Blame]:
         run = self.start(arm, seed, self.spec.steps)
@@ -90,18 +93,24 @@ class TorchRun:
     """See ``backend.Run``."""
 
     def __init__(self, spec: TaskSpec, arm: Arm, seed: int, steps: int, device: torch.device) -> None:
-        self._spec, self._task, self._arm, self._seed, self._device = spec, spec.task, arm, seed, device
+        self._spec, self._arm, self._seed, self._device = spec, arm, seed, device
         seed_all(scattered_seed(seed, _INIT))
-        model = self._task.model(seed)
+        model = self._spec.model(seed)
         if not isinstance(model, nn.Module):
             raise StudyError(
                 f"Task {spec.spelled!r}: model({seed}) gives a {type(model).__name__}. Return a torch.nn.Module."
             )
         self.model = model.to(device)
-        self.optimizer = self._task.optimizer(self.model)
+        self.optimizer = _checked_optimizer(self._spec.optimizer(self.model), self.model, spec.spelled)
         self.scheduler = spec.scheduler(self.optimizer, steps)
-        self.amp = Amp(self.model, self.optimizer, arm.policy, scheduler=self.scheduler, accumulate=spec.accumulate)
-        self._feed = Feed(self._task.batches, seed, task=spec.spelled)
+        if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise StudyError(
+                f"Task {spec.spelled!r}: scheduler gives {self.scheduler!r}. Return a learning-rate scheduler."
+            )
+        # An arm must stay what it is said to be: nothing is raised while it runs.
+        policy = replace(arm.policy, guard=GuardConfig(enabled=False))
+        self.amp = Amp(self.model, self.optimizer, policy, scheduler=self.scheduler, accumulate=spec.accumulate)
+        self._feed = Feed(self._spec.batches, seed, task=spec.spelled)
         self._step = 0
         self.emulated = self.amp.emulated
         self.memory: dict[str, int] = {}
@@ -143,12 +152,10 @@ class TorchRun:
 
     def _micro_step(self, batch: Any, results: list[Any]) -> Tensor:
         with self.amp:
-            loss = self._task.loss(self.model, batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise StudyError(
-                f"Task {self._spec.spelled!r}: loss gives {type(loss).__name__}. Return a tensor with one number."
-            )
-        results.append(self.amp.step(loss, clip_norm=self._spec.clip_norm))
+            loss = self._spec.loss(self.model, batch)
+        loss = _checked_loss(loss, self._spec.spelled)
+        with calling(self._spec.spelled, "the backward pass or the optimizer's step"):
+            results.append(self.amp.step(loss, clip_norm=self._spec.clip_norm))
         return loss.detach().float().reshape(())
 
     def _ended(self, failure: Failure, message: str, error: Exception) -> Ending:
@@ -197,7 +204,7 @@ class TorchRun:
                 module.training = training
 
     def _metric(self) -> float:
-        value = self._task.evaluate(self.model)
+        value = self._spec.evaluate(self.model)
         try:
             return float(value)
         except (TypeError, ValueError) as error:
@@ -210,7 +217,8 @@ class TorchRun:
         total, count = 0.0, 0
         for batch in batches:
             size = _torch_probe.batch_size(batch) or 1
-            total += size * float(self._task.loss(self.model, _torch_probe.to_device(batch, self._device)))
+            loss = self._spec.loss(self.model, _torch_probe.to_device(batch, self._device))
+            total += size * float(_one_number(loss, self._spec.spelled))
             count += size
         return total / count if count else math.nan
 
@@ -221,7 +229,7 @@ class TorchRun:
 
         def forward() -> Tensor:
             with self.amp:
-                loss: Tensor = self._task.loss(self.model, batch)
+                loss: Tensor = self._spec.loss(self.model, batch)
             return loss
 
         with _torch_probe.undisturbed(self.model):
@@ -232,7 +240,7 @@ class TorchRun:
             with seeded(seed):
                 ours = _torch_probe.gradients(forward(), self.model, scale=self.amp.loss_scale)
             with seeded(seed):
-                theirs = _torch_probe.gradients(self._task.loss(self.model, batch), self.model)
+                theirs = _torch_probe.gradients(self._spec.loss(self.model, batch), self.model)
         return _torch_probe.agreement(ours, theirs)
 
     def blame(self) -> list[Blame]:
@@ -240,7 +248,7 @@ class TorchRun:
         batch = self._next_batch()
         with seeded(scattered_seed(self._seed, _PROBE, 0)), _torch_probe.undisturbed(self.model):
             return _torch_layers.blame(
-                self.model, lambda: self._task.loss(self.model, batch), lambda: self.amp, self._arm.policy.low_format
+                self.model, lambda: self._spec.loss(self.model, batch), lambda: self.amp, self._arm.policy.low_format
             )
 
     # ---- saving ----
@@ -275,3 +283,38 @@ class TorchRun:
         self._feed.skip_to(data["position"])
         self._step, self.memory = data["step"], data["memory"]
         restore(data["random"])
+
+
+def _checked_optimizer(found: Any, model: nn.Module, task: str) -> torch.optim.Optimizer:
+    if not isinstance(found, torch.optim.Optimizer):
+        raise StudyError(
+            f"Task {task!r}: optimizer(model) gives a {type(found).__name__}. Return a torch.optim.Optimizer."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in found.param_groups for parameter in group["params"]):
+        raise StudyError(
+            f"Task {task!r}: the optimizer holds no parameter of the model that it was given. "
+            f"Make it from model.parameters()."
+        )
+    return found
+
+
+def _one_number(loss: Any, task: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise StudyError(f"Task {task!r}: loss gives a {type(loss).__name__}. Return a tensor with one number.")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise StudyError(
+            f"Task {task!r}: loss gives a tensor of shape {tuple(loss.shape)} and {loss.dtype}. "
+            f"Return a tensor with one real number, such as the mean over the batch."
+        )
+    return loss
+
+
+def _checked_loss(loss: Any, task: str) -> Tensor:
+    found = _one_number(loss, task)
+    if not found.requires_grad:
+        raise StudyError(
+            f"Task {task!r}: the loss depends on no parameter that is trained. Compute it from what the model "
+            f"returns, without detach() or no_grad(), and do not freeze every parameter."
+        )
+    return found

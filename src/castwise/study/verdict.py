@@ -133,9 +133,12 @@ def _doubts(spec: TaskSpec, reference: Sequence[RunRecord], measures: Sequence[M
     if len(reference) < MIN_SEEDS:
         found.append(f"too few seeds ({len(reference)}): telling a difference from luck takes at least {MIN_SEEDS}")
     if steps < spec.min_steps:
-        found.append(f"{steps} steps are too few: this task needs at least {spec.min_steps}")
+        few = "1 step is" if steps == 1 else f"{steps} steps are"
+        found.append(f"{few} too few: this task needs at least {spec.min_steps}")
     if len(reference[0].intervals) < MIN_EVALUATIONS:
-        found.append(f"{len(reference[0].intervals)} evaluations are too few to see whether training has settled")
+        count = len(reference[0].intervals)
+        few = "1 evaluation is" if count == 1 else f"{count} evaluations are"
+        found.append(f"{few} too few to see whether training has settled")
     worst = max(_late_skips(run) for run in reference)
     if worst > FEW_SKIPS:
         found.append(f"fp32 itself skipped {worst:.0%} of its later steps because its gradients were not finite")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["headline", "limits", "listed", "number", "rate"]
+__all__ = ["counted", "headline", "limits", "listed", "number", "rate"]
 
 
 def number(value: float | None) -> str:
@@ -22,6 +22,11 @@ def number(value: float | None) -> str:
 def rate(value: float | None) -> str:
     """A throughput: whole numbers with separators from 100 up."""
     return f"{value:,.0f}" if value is not None and value >= 100 else number(value)
+
+
+def counted(count: int, what: str) -> str:
+    """``"1 seed"``, ``"2 seeds"``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -71,7 +76,9 @@ def limits(results: Mapping[str, Any]) -> list[str]:
             f"shown cannot be estimated."
         )
     elif detectable is None:
-        said.append(f"With {settings['seeds']} seeds, no difference in {metric['name']} can be told from luck.")
+        said.append(
+            f"With {counted(settings['seeds'], 'seed')}, no difference in {metric['name']} can be told from luck."
+        )
     else:
         said.append(
             f"A worsening of {metric['name']} smaller than "
@@ -85,8 +92,8 @@ def limits(results: Mapping[str, Any]) -> list[str]:
         f"with --margin."
     )
     said.append(
-        f"Runs ended after {settings['steps']} steps. Trouble that needs longer to build up, such as slowly growing "
-        f"activations, was not there to be seen."
+        f"Runs ended after {counted(settings['steps'], 'step')}. Trouble that needs longer to build up, such as "
+        f"slowly growing activations, was not there to be seen."
     )
     said.append(
         "The verdict is about this model, these data and this optimizer. Other learning rates, sizes or data may need "
