@@ -42,10 +42,78 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(h))).flatten(0, 1)
 
 
-class Recurrent(nn.Module):
+Past = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+class Speaker(GPT):
+    """The GPT for generation: takes the keys and values of all tokens before, and returns them with the new ones."""
+
+    def forward(self, x: torch.Tensor, past: Past) -> tuple[torch.Tensor, Past]:
+        batch, time = x.shape
+        before = past[0][0].shape[2]
+        h = self.tokens(x) + self.positions(torch.arange(before, before + time, device=x.device))
+        kept = []
+        for block, (keys, values) in zip(self.blocks, past, strict=True):
+            q, k, v = block.qkv(block.norm1(h)).view(batch, time, 3, block.heads, -1).permute(2, 0, 3, 1, 4)
+            k, v = torch.cat((keys, k), 2), torch.cat((values, v), 2)
+            h = h + block.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, time, -1))
+            h = h + block.down(F.gelu(block.up(block.norm2(h))))
+            kept.append((k, v))
+        return self.head(self.norm(h[:, -1])), tuple(kept)
+
+    def past(self, length: int) -> Past:
+        """Random keys and values of ``length`` tokens."""
+        block = self.blocks[0]
+        shape = (1, block.heads, length, block.out.in_features // block.heads)
+        return tuple((torch.randn(shape), torch.randn(shape)) for _ in self.blocks)
+
+
+class Encoder(nn.Module):
+    """BERT-like: normalised after each residual sum, read from both sides, classified by its first token."""
+
+    def __init__(self, width: int, layers: int = 4, vocabulary: int = 1000) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, max(1, width // 64), 4 * width, batch_first=True, activation="gelu", dropout=0.0
+        )
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.pool, self.head = nn.Linear(width, width), nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
+        return self.head(torch.tanh(self.pool(h[:, 0])))
+
+
+class Residual(nn.Module):
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outside), nn.BatchNorm2d(outside)
+        self.skip = nn.Conv2d(inside, outside, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.skip(x))
+
+
+class ResNet(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.rnn, self.head = nn.LSTM(64, width, batch_first=True), nn.Linear(width, 10)
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.blocks = nn.Sequential(
+            Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)
+        )
+        self.head = nn.Linear(4 * width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width: int, layers: int = 1) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(64, width, layers, batch_first=True), nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(x)[0][:, -1])
@@ -95,6 +163,31 @@ def tasks(full: bool) -> list[Task]:
         Task("GPT 4x64, 2x16 tokens", lambda: GPT(64), _text(2, 16)),
         Task("LSTM 64, 4x16 steps", lambda: Recurrent(64), _classes(4, 16, 64)),
     ]
+
+
+def _tokens(batch: int, time: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda: (torch.randint(0, 1000, (batch, time)), torch.randint(0, 10, (batch,)))
+
+
+def planned_tasks(full: bool) -> dict[str, Task]:
+    """The tasks that plans are measured on, by short name; shrunk for machines whose 16-bit kernels are scalar code."""
+    if full:
+        tasks = {
+            "gpt": Task("GPT 4x512, 4x128 tokens", GPT, _text(4, 128)),
+            "gpt-short": Task("GPT 4x512, 1x64 tokens", GPT, _text(1, 64)),
+            "convnet": Task("ResNet 32, 16 images", lambda: ResNet(32), _classes(16, 3, 32, 32)),
+            "encoder": Task("encoder 4x256, 8x64 tokens", lambda: Encoder(256), _tokens(8, 64)),
+            "lstm": Task("LSTM 2x256, 16x64 steps", lambda: Recurrent(256, 2), _classes(16, 64, 64)),
+        }
+    else:
+        tasks = {
+            "gpt": Task("GPT 4x64, 4x32 tokens", lambda: GPT(64), _text(4, 32)),
+            "gpt-short": Task("GPT 4x64, 1x16 tokens", lambda: GPT(64), _text(1, 16)),
+            "convnet": Task("ResNet 8, 4 images", lambda: ResNet(8), _classes(4, 3, 16, 16)),
+            "encoder": Task("encoder 2x64, 4x16 tokens", lambda: Encoder(64, 2), _tokens(4, 16)),
+            "lstm": Task("LSTM 2x64, 4x16 steps", lambda: Recurrent(64, 2), _classes(4, 16, 64)),
+        }
+    return tasks
 
 
 def _setup(task: Task, device: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 # glibc gives large blocks back to the system and maps them anew; how often depends on what ran before. Held fixed.
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
@@ -43,6 +45,47 @@ def alternate(
             times[name].append(time.perf_counter() - start)
         rounds += 1
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A candidate's medians over all rounds."""
+
+    seconds: float
+    faults: float
+    """Page faults of this process in one run: where they differ, the allocator and not the kernels are compared."""
+
+
+def rounds_of(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    seconds: float = 600.0,
+    synchronize: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Timing], int]:
+    """Run all candidates in turn, ``rounds`` times after two to warm up, and say how often it was.
+
+    It ends early after ``seconds``, but not before 3 rounds.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    faults: dict[str, list[int]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        run(), run()
+    synchronize()
+    end = time.perf_counter() + seconds
+    done = 0
+    while done < rounds and (done < 3 or time.perf_counter() < end):
+        for name, run in candidates.items():
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            start = time.perf_counter()
+            run()
+            synchronize()
+            times[name].append(time.perf_counter() - start)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            faults[name].append(after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt)
+        done += 1
+    found = {name: Timing(statistics.median(times[name]), statistics.median(faults[name])) for name in candidates}
+    return found, done
 
 
 def per_call(candidates: Mapping[str, Callable[[], object]], *, calls: int = 300, rounds: int = 9) -> dict[str, float]:

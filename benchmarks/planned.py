@@ -1,9 +1,25 @@
-"""Planned models against fp32 and against the preset, op by op: time of a step, error, casts, bytes saved for backward.
+"""Planned models against fp32, torch.amp, torch.compile with torch.amp, and everything in 16 bits.
 
-    python benchmarks/planned.py [--seconds 5] [--policy auto]
+    python benchmarks/planned.py                          # every section and model, sizes that this machine can bear
+    python benchmarks/planned.py --section step --model gpt convnet
+    python benchmarks/planned.py --quick                  # small sizes, 3 rounds: does it run?
 
-All arms run in turn in one process, with fixed allocator thresholds; medians. On a machine without 16-bit arithmetic
-`auto` plans fp32, and what is measured is what planning costs there: nothing is to be gained.
+Sections:
+
+    step      a full training step: loss, backward, clipping, fused AdamW
+    counts    casts executed, bytes cast, bytes saved for backward, error against fp64 over several batches
+    infer     a forward without gradients of 1 and of 64 tokens
+    generate  tokens per second, one at a time, with keys and values kept
+    follow    500 steps of training in the plan's formats beside fp32 from several seeds
+    flips     the most decisive ops of a plan, each flipped: predicted, and measured where it can be
+
+All arms of a table run in turn in one process, with fixed allocator thresholds; medians, and page faults per run.
+
+"step", "infer" and "generate" plan for this machine (`--policy`). Where it computes no 16-bit format, `auto` plans fp32
+and the rows show that planning costs nothing; how fast 16-bit plans are can only be measured where there is 16-bit
+arithmetic, and torch's own 16-bit rows are then scalar code: leave them out with `--arms`, or shrink (`--size small`,
+the default there). "counts", "follow" and "flips" do not depend on that: they plan for `--device` and run the formats
+of that plan here.
 """
 
 from __future__ import annotations
@@ -11,101 +27,358 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+from _timing import fix_allocator, rounds_of, table
+from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmarks._timing import alternate, fix_allocator, table
-from tests.torch.plan_models import GPT, ConvNet, Encoder, Recurrent
+from _models import GPT, Past, Speaker, Task, planned_tasks
+from _planned_counts import amp_forward, count, error, low_forward
 
-from castwise.torch import Amp, apply
-from castwise.torch.planning import prepare, verified
+from castwise.hardware import detect
+from castwise.torch import Amp, apply, compile, for_inference, plan
+from castwise.torch.planning import Plan, Prepared, prepare, verified
+
+ARMS = ("fp32", "torch.amp", "torch.compile+amp", "all 16 bits", "planned", "planned, Amp", "planned, compiled")
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Step = Callable[[], object]
 
 
-def models() -> dict[str, tuple[torch.nn.Module, Any]]:
-    """Name -> model and example inputs."""
+def built(task: Task) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    return {
-        "GPT 256x4, 4x64 tokens": (GPT(256, 4, 1000), (torch.randint(1000, (4, 64)),)),
-        "convnet 64, 16x3x32x32": (ConvNet(64), (torch.randn(16, 3, 32, 32),)),
-        "encoder 128, 8x32": (Encoder(128), (torch.randint(40, (8, 32)), torch.ones(8, 32, dtype=torch.bool))),
-        "LSTM 128, 8x32": (Recurrent(128), (torch.randint(30, (8, 32)),)),
-    }
+    model = task.build()
+    x, y = task.batch()
+    return model, x, y
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
-    leaves = torch.utils._pytree.tree_leaves(outputs)
-    return sum(F.mse_loss(y.float(), torch.zeros_like(y, dtype=torch.float32)) for y in leaves)  # type: ignore[return-value]
+def loss_of(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.float(), y)
 
 
-def saved_bytes(run: Any, model: torch.nn.Module) -> int:
-    """Bytes of distinct storages that a forward keeps for backward, without those of parameters."""
-    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in owned:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        outputs = run()
-    del outputs
-    return sum(seen.values())
+# ---- a full step -----------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, model: torch.nn.Module, inputs: Any, policy: str, seconds: float) -> list[str]:
-    started = time.perf_counter()
-    ready = prepare(model, inputs, policy=policy)
-    plan = verified(ready, ready.solve())
-    planning = time.perf_counter() - started
-    planned = apply(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-    amp = Amp(model, optimizer, policy=policy)
+def step_of(
+    model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor
+) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
-    def step(call: Any) -> Any:
-        def run() -> None:
-            loss_of(call(*inputs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        loss_of(forward(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-        return run
+    return step
 
-    def preset() -> None:
+
+def steps(task: Task, args: argparse.Namespace) -> dict[str, Step]:
+    """One model per arm, from the same seed."""
+    low = LOW[args.low]
+    found: dict[str, Step] = {}
+    for arm in args.arms:
+        model, x, y = built(task)
+        if arm == "fp32":
+            found[arm] = step_of(model, model, x, y)
+        elif arm == "torch.amp":
+            found[arm] = step_of(model, amp_forward(model, "cpu", low), x, y)
+        elif arm == "torch.compile+amp":
+            found[arm] = step_of(model, torch.compile(amp_forward(model, "cpu", low)), x, y)
+        elif arm == "all 16 bits":
+            copied, forward = low_forward(model, low)
+            found[arm] = step_of(copied, forward, x, y)
+        else:
+            target = "compiled" if "compiled" in arm else "eager"
+            decided = plan(model, (x,), loss=lambda out, y=y: loss_of(out, y), policy=args.policy, target=target)
+            if arm == "planned, Amp":
+                found[arm] = amp_step(model, decided, x, y)
+            else:
+                made = apply(model, decided) if target == "eager" else compile(model, plan=decided)
+                found[arm] = step_of(model, made, x, y)
+    return found
+
+
+def amp_step(model: nn.Module, decided: Plan, x: torch.Tensor, y: torch.Tensor) -> Step:
+    """The same step by `Amp`, which watches it, and keeps low weights where the plan reads some."""
+    amp = Amp(model, torch.optim.AdamW(model.parameters(), 1e-4, fused=True), plan=decided)
+
+    def step() -> None:
         with amp:
-            loss = loss_of(model(*inputs))
-        amp.step(loss)
+            loss = loss_of(model(x), y)
+        amp.step(loss, clip_norm=1.0)
 
-    times = alternate({"fp32": step(model), "preset": preset, "planned": step(planned)}, seconds=seconds)
-    summary = plan.summary()
-    fp32_bytes, our_bytes = (saved_bytes(lambda m=m: m(*inputs), model) for m in (model, planned))
-    return [
-        name,
-        f"{1e3 * times['fp32']:.2f}",
-        f"{times['preset'] / times['fp32']:.2f}",
-        f"{times['planned'] / times['fp32']:.2f}",
-        f"{summary.ops[plan.fmt]} of {sum(summary.ops.values())}",
-        f"{our_bytes / fp32_bytes:.2f}",
-        "-" if plan.verification is None else f"{plan.verification.ratio:.2f}",
-        f"{planning:.1f}",
-    ]
+    return step
+
+
+def that_run(arms: Mapping[str, Step], name: str) -> dict[str, Step]:
+    """The arms that this machine can run at all; torch has no LSTM in bf16 on some, for one."""
+    able = {}
+    for arm, run in arms.items():
+        try:
+            run()
+        except Exception as failure:  # of whatever kind: it is told, and the others are measured
+            print(f"{name}: {arm} does not run here: {str(failure).splitlines()[0][:90]}")
+        else:
+            able[arm] = run
+    return able
+
+
+def section_step(args: argparse.Namespace) -> None:
+    rows = []
+    for task in chosen(args):
+        times, rounds = rounds_of(that_run(steps(task, args), task.name), args.rounds, seconds=args.seconds)
+        base = times["fp32"].seconds if "fp32" in times else None
+        for arm, timing in times.items():
+            ratio = "-" if base is None else f"{timing.seconds / base:.2f}"
+            rows.append([task.name, arm, f"{1e3 * timing.seconds:.1f}", ratio, f"{timing.faults:.0f}", str(rounds)])
+    print(table(["training step", "arm", "ms", "/ fp32", "page faults", "rounds"], rows))
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+def plan_for(
+    task: Task, args: argparse.Namespace, favour: str
+) -> tuple[nn.Module, Plan, list[tuple[torch.Tensor, torch.Tensor]]]:
+    model, x, y = built(task)
+    batches = [(x, y)] + [task.batch() for _ in range(args.batches - 1)]
+    policy = {"bf16": "bfloat16", "fp16": "float16"}[args.low]
+    ready = prepare(model, (x,), loss=lambda out: loss_of(out, y), policy=policy, device=args.device)
+    if args.size == "small":
+        ready = as_if_large(ready)
+    return model, verified(ready, ready.solve(favour=favour)), batches
+
+
+def as_if_large(ready: Prepared) -> Prepared:
+    """With costs as if the small model were a large one: products gain, and casts cost what the bytes they move cost.
+
+    At its own size all of it is the time to launch kernels, and the best plan is fp32.
+    """
+    flops, elements, costs = ready.captured.graph.index.flops, ready.captured.graph.index.elements, ready.costs
+    cast = elements * 1e-9
+    down = np.where(costs.kept, 0.0, cast)
+    return replace(ready, costs=replace(costs, high=costs.high + flops * 1e-9, down=down, up=cast))
+
+
+def section_counts(args: argparse.Namespace) -> None:
+    rows = []
+    low = LOW[args.low]
+    for task in chosen(args):
+        model, x, y = built(task)
+        copied, in_low = low_forward(model, low)
+        arms = {
+            "fp32": (model, model, None),
+            "torch.amp": (model, amp_forward(model, "cpu", low), None),
+            "all 16 bits": (copied, in_low, None),
+        }
+        for favour in ("speed", "memory"):
+            planned, found, batches = plan_for(task, args, favour)
+            # What the format's own kernels keep and cast: emulation would add casts of its own.
+            arms[f"planned for {favour}"] = (planned, apply(planned, found, emulate=False), found)
+        base = count(model, model, x, y)
+        able = that_run({arm: lambda run=forward, x=x: run(x) for arm, (_, forward, _) in arms.items()}, task.name)
+        for arm, (owner, forward, found) in arms.items():
+            if arm not in able:
+                continue
+            counted = count(owner, forward, x, y)
+            errors = error(owner, forward, batches)
+            ratio = "-" if found is None or found.verification is None else f"{found.verification.ratio:.2f}"
+            rows.append([
+                task.name, arm, str(counted.casts), f"{counted.cast_bytes / 1e6:.2f}",
+                f"{counted.saved_bytes / 1e6:.2f}",
+                f"{counted.saved_bytes / base.saved_bytes:.2f}", f"{errors[0]:.1e}", f"{errors[1]:.1e}", ratio,
+            ])  # fmt: skip
+    header = ["counts", "arm", "casts", "MB cast", "MB saved", "/ fp32", "error", "of gradients", "actual/predicted"]
+    print(table(header, rows))
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+
+
+def section_infer(args: argparse.Namespace) -> None:
+    rows = []
+    low, width = LOW[args.low], 512 if args.size == "full" else 64
+    for tokens in (1, 64):
+        torch.manual_seed(0)
+        model = GPT(width).eval()
+        x = torch.randint(0, 256, (1, tokens))
+        _, in_low = low_forward(model, low)
+        arms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "fp32": model,
+            "torch.amp": amp_forward(model, "cpu", low),
+            "torch.compile+amp": torch.compile(amp_forward(model, "cpu", low)),
+            "all 16 bits": in_low,
+            "planned": for_inference(model, (x,), policy=args.policy),
+        }
+        if "planned, compiled" in args.arms:
+            arms["planned, compiled"] = compile(model, (x,), policy=args.policy)
+        with torch.inference_mode():
+            runs = {arm: (lambda run=run, x=x: run(x)) for arm, run in arms.items() if arm in args.arms}
+            times, rounds = rounds_of(that_run(runs, f"{tokens} tokens"), args.rounds, seconds=args.seconds)
+        for arm, timing in times.items():
+            ratio = f"{timing.seconds / times['fp32'].seconds:.2f}" if "fp32" in times else "-"
+            rows.append(
+                [f"{tokens} tokens", arm, f"{1e3 * timing.seconds:.2f}", ratio, f"{timing.faults:.0f}", str(rounds)]
+            )
+    print(table([f"GPT 4x{width}", "arm", "ms", "/ fp32", "page faults", "rounds"], rows))
+
+
+def section_generate(args: argparse.Namespace) -> None:
+    low, width = LOW[args.low], 512 if args.size == "full" else 64
+    torch.manual_seed(0)
+    model = Speaker(width).eval()
+    past, token = model.past(16), torch.randint(0, 256, (1, 1))
+    copied = Speaker(width).eval().to(low)
+    count = 16 if args.quick else 64
+
+    def spoken(run: Callable[[torch.Tensor, Past], tuple[torch.Tensor, Past]], past: Past) -> Step:
+        def speak() -> None:
+            x, kept = token, past
+            for _ in range(count):
+                logits, kept = run(x, kept)
+                x = logits.argmax(-1, keepdim=True)
+
+        return speak
+
+    arms = {
+        "fp32": spoken(model, past),
+        "torch.amp": spoken(amp_forward(model, "cpu", low), past),
+        "all 16 bits": spoken(copied, tuple((k.to(low), v.to(low)) for k, v in past)),
+        "planned": spoken(for_inference(model, (token, past), policy=args.policy), past),
+    }
+    with torch.inference_mode():
+        runs = {arm: run for arm, run in arms.items() if arm in args.arms}
+        times, rounds = rounds_of(runs, args.rounds, seconds=args.seconds)
+    rows = [[arm, f"{count / timing.seconds:.0f}", str(rounds)] for arm, timing in times.items()]
+    print(table([f"generate, GPT 4x{width}", "tokens/s", "rounds"], rows))
+
+
+# ---- training to the end, and flips ----------------------------------------------------------------------------------
+
+
+def section_follow(args: argparse.Namespace) -> None:
+    """Losses of the last fifth of a run: what the plan changes, beside what another seed changes."""
+    count, seeds = (60 if args.quick else 500), range(2 if args.quick else 4)
+    ends: dict[str, list[float]] = {"fp32": [], "planned": []}
+    formats = {}
+    for seed in seeds:
+        for arm in ends:
+            torch.manual_seed(seed)
+            model = GPT(64, 2, 64)
+            chain = torch.randint(0, 64, (64, 4), generator=torch.Generator().manual_seed(99))
+            batches = [markov(chain, 8, 24) for _ in range(count)]
+            ends[arm].append(
+                trained(model, batches, None if arm == "fp32" else gaining(model, batches[0][0], args, formats))
+            )
+    mean = {arm: sum(values) / len(values) for arm, values in ends.items()}
+    pairs = [abs(a - b) for a, b in zip(*ends.values(), strict=True)]
+    spread = max(ends["fp32"]) - min(ends["fp32"])
+    rows = [[arm, f"{mean[arm]:.4f}", " ".join(f"{value:.4f}" for value in values)] for arm, values in ends.items()]
+    print(table([f"GPT 2x64, {count} steps", "mean loss at the end", "by seed"], rows))
+    print(f"{formats['low']} of {formats['all']} ops in {args.low}; largest difference of a pair {max(pairs):.4f}, ")
+    print(f"spread of fp32 over {len(seeds)} seeds {spread:.4f}\n")
+
+
+def markov(chain: torch.Tensor, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts in which each letter is followed by one of four: next-letter loss can fall to log 4."""
+    text = torch.randint(0, len(chain), (batch, 1))
+    for _ in range(length):
+        following = chain[text[:, -1], torch.randint(0, chain.shape[1], (batch,))]
+        text = torch.cat((text, following[:, None]), 1)
+    return text[:, :-1], text[:, 1:].flatten()
+
+
+def gaining(model: nn.Module, x: torch.Tensor, args: argparse.Namespace, formats: dict[str, int]) -> Plan:
+    """A plan in which formats are mixed."""
+    ready = prepare(model, (x,), policy={"bf16": "bfloat16", "fp16": "float16"}[args.low], device=args.device)
+    ready = as_if_large(ready)
+    found = verified(ready, ready.solve())
+    formats.update(low=int(found.labels.sum()), all=len(found.labels))
+    return found
+
+
+def trained(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], decided: Plan | None) -> float:
+    """Mean loss over the last fifth of the batches, trained with ``decided`` or in fp32."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    amp = Amp(model, optimizer, plan=decided) if decided is not None else Amp(model, optimizer, "float32")
+    losses = []
+    for x, y in batches:
+        with amp:
+            losses.append(loss_of(model(x), y))
+        amp.step(losses[-1], clip_norm=1.0)
+    last = losses[-max(1, len(losses) // 5) :]
+    return float(torch.stack([loss.detach() for loss in last]).mean())
+
+
+def section_flips(args: argparse.Namespace) -> None:
+    rows = []
+    for task in chosen(args):
+        _, found, _ = plan_for(task, args, "speed")
+        verdicts = found.most_decisive(20)
+        budget = found.budget if found.budget is not None else float("inf")
+        better = [
+            verdict.op
+            for verdict in verdicts
+            if verdict.change.seconds < 0 and found.score.noise + verdict.change.noise <= budget
+        ]
+        cheapest = min((verdict.change.seconds for verdict in verdicts), default=0.0)
+        rows.append([task.name, str(len(verdicts)), str(len(better)), f"{1e6 * cheapest:+.1f}"])
+    header = ["flips, predicted", "ops", "faster within the budget", "least change of a step, µs"]
+    print(table(header, rows))
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "step": section_step,
+    "counts": section_counts,
+    "infer": section_infer,
+    "generate": section_generate,
+    "follow": section_follow,
+    "flips": section_flips,
+}
+
+
+def chosen(args: argparse.Namespace) -> list[Task]:
+    tasks = planned_tasks(args.size == "full")
+    return [tasks[name] for name in args.model]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--policy", default="auto")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--model", nargs="+", choices=planned_tasks(True), default=list(planned_tasks(True)))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all; compiled ones where there is a compiler")
+    parser.add_argument("--policy", default="auto", help="what plans of this machine follow (default: auto)")
+    parser.add_argument("--device", default="h100", help="what counts, follow and flips plan for (default: h100)")
+    parser.add_argument("--low", choices=LOW, default="bf16", help="the 16-bit format (default: bf16)")
+    parser.add_argument("--size", choices=("full", "small"), help="default: full where bf16 is native, else small")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="end a table's rounds early after this, but not before 3"
+    )
+    parser.add_argument("--batches", type=int, default=3, help="over how many batches errors are taken")
+    parser.add_argument("--quick", action="store_true", help="small sizes, 3 rounds, 1 batch, no compiled arms")
     args = parser.parse_args()
+    native = detect("cpu").native("bf16")
+    args.size = "small" if args.quick else args.size or ("full" if native else "small")
+    if args.quick:
+        args.rounds, args.batches = 3, 1
+        args.arms = args.arms or [arm for arm in ARMS if "compile" not in arm]
+    args.arms = args.arms or list(ARMS)
     fix_allocator()
     logging.disable(logging.INFO)
-    header = ["model", "fp32 ms", "preset/fp32", "planned/fp32", "low ops", "saved/fp32", "error/predicted", "plan s"]
-    print(table(header, [measure(n, m, x, args.policy, args.seconds) for n, (m, x) in models().items()]))
+    print(f"{torch.get_num_threads()} threads; bf16 is {'' if native else 'not '}native here; sizes: {args.size}\n")
+    for section in args.section:
+        SECTIONS[section](args)
+        print(flush=True)
 
 
 if __name__ == "__main__":
