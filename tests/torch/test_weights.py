@@ -24,6 +24,13 @@ FP16 = Policy(format="float16", scaling=ScalingConfig(init_scale=1024.0))
 SCALED = Policy(format="bfloat16", scaling_enabled=True, scaling=ScalingConfig(init_scale=1024.0))
 Make = Callable[[Any], torch.optim.Optimizer]
 
+
+@pytest.fixture(autouse=True)
+def small_weights_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of these tests, small float32 weights are left to the optimizer, as nothing is saved there."""
+    monkeypatch.setattr(_fused, "_WORTH", 0)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, 1e-2, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, dampening=0.5, weight_decay=0.1),
@@ -336,6 +343,18 @@ def test_a_step_writes_the_casts_that_the_next_forward_reads() -> None:
         mine.step(1.0)
         assert torch.equal(kept_cast(cache, p), p.detach().to(BF16))
     assert cache.casts_made == 1
+
+
+def test_small_or_uncast_float32_weights_are_the_optimizers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.randn(5, 3))
+    p.grad = torch.ones_like(p)
+    cache = CastCache()
+    mine = Stepper(torch.optim.AdamW([p], 0.1), "auto", cache)
+    assert not mine._own_pass()
+    kept_cast(cache, p)
+    assert mine._own_pass()
+    monkeypatch.setattr(_fused, "_WORTH", 16)
+    assert not mine._own_pass()
 
 
 def test_a_cast_that_somebody_else_holds_keeps_its_values() -> None:

@@ -29,6 +29,7 @@ from .weights import WideWeights
 
 _CPU_PIECE = 1 << 17  # weights; with gradient and two moments 2 MiB
 _DEVICE_PIECE = 1 << 26  # weights; enough that launching kernels takes no time
+_WORTH = 1 << 16  # values per weight; below, what a weight costs in Python is more than a pass over it saves
 
 
 @dataclass(slots=True)
@@ -108,19 +109,29 @@ class FusedStep:
             return "it has step hooks, or a step of its own"
         if not all(update.supports(group) for group in self.optimizer.param_groups):
             return "a group asks for another implementation (foreach, capturable, differentiable, fused=False)"
-        plain = self.state_dtype is torch.float32 and not self.wide.kept
         for p in self.wide.parameters():
             if p.grad is not None and not _is_dense_and_real(p, p.grad):
                 return f"a parameter of shape {tuple(p.shape)} or its gradient is sparse, complex, float64 or not dense"
-            if plain and p.device.type != "cpu":
-                return "the device's own fused kernels have nothing left to save"
+        return ""
+
+    def saves_nothing(self) -> str:
+        """Why the optimizer's own step is as good now; empty if it is not."""
+        if self.state_dtype is not torch.float32 or self.wide.kept:
+            return ""
+        if not len(self.cache):
+            return "weights and state are float32, and no casts of weights are kept"
+        parameters = [p for p in self.wide.parameters() if p.grad is not None]
+        if any(p.device.type != "cpu" for p in parameters):
+            return "the device's own fused kernels leave nothing to save"
+        if sum(p.numel() for p in parameters) < _WORTH * len(parameters):
+            return f"weights are small, under {_WORTH} values on average"
         return ""
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
         """Update all parameters that have a gradient, by gradients divided by `divisor`.
 
-        Gradients are read, not written. A true `found_inf` on the device makes the step do nothing.
+        Gradients may be written. A true `found_inf` on the device makes the step do nothing.
         """
         update = UPDATES[type(self.optimizer)]
         stepped: list[torch.Tensor] = []
@@ -183,30 +194,37 @@ class FusedStep:
         divisor: float | torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:
-        gradients = self._gradients(parts, divisor)
+        gradients, inside = self._gradients(parts, divisor, update.divides)
         wide, weights = self._weights(parts)
         states = {name: [w.states[name] for w in parts] for name in parts[0].states}
         stored: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         if self.state_dtype is not torch.float32:
             stored = {name: self._copies(name, tensors) for name, tensors in states.items()}
         used = {name: stored[name][1] for name in states} if stored else states
-        update.run(Piece(weights, gradients, used, [w.state for w in parts], group, found_inf, parts[0].first))
+        whole = [w.state for w in parts]
+        update.run(Piece(weights, gradients, used, whole, group, inside, found_inf, parts[0].first))
         self._write(parts, wide, weights)
         for name, (memory, _) in stored.items():
             self._write_low(memory, states[name], exact=name in update.nearest)
 
-    def _gradients(self, parts: Sequence[_Weight], divisor: float | torch.Tensor) -> list[torch.Tensor]:
-        """True gradients in float32; copies where they are not that already."""
+    def _gradients(
+        self, parts: Sequence[_Weight], divisor: float | torch.Tensor, divides: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Gradients in float32, and what the update still has to divide them by; copies where they are not as needed."""
         given = [w.gradient for w in parts]
         scaled = isinstance(divisor, torch.Tensor) or divisor != 1.0
-        if not scaled and all(g.dtype is torch.float32 for g in given):
-            return given
+        wide = all(g.dtype is torch.float32 for g in given)
+        if wide and not scaled:
+            return given, None
+        if wide and divides:
+            device = given[0].device
+            return given, torch.as_tensor(divisor, dtype=torch.float32, device=device)
         memory, gradients = self._copies("gradient", given)
         if isinstance(divisor, torch.Tensor):
             memory.div_(divisor)
         elif scaled:
             memory.mul_(1.0 / divisor)
-        return gradients
+        return gradients, None
 
     def _weights(self, parts: Sequence[_Weight]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """The float32 values that the update is to write; first, the working memory that holds those of 16-bit ones."""
