@@ -120,15 +120,26 @@ def test_the_scale_grows_and_shrinks_as_the_state_machine_says(path: str) -> Non
     assert "raised" in take(amp).reason or amp.loss_scale == 2048
 
 
-@pytest.mark.parametrize("policy,error", [(FP16, ScaleStalledError), ("bfloat16", NonFiniteError)])
-def test_persistent_nan_stops_with_a_reason_and_spares_the_weights(path: str, policy: Any, error: type) -> None:
+@pytest.mark.parametrize("fmt,error", [("float16", ScaleStalledError), ("bfloat16", NonFiniteError)])
+def test_persistent_nan_stops_with_a_reason_and_spares_the_weights(path: str, fmt: str, error: type) -> None:
     model = linear()
-    amp = Amp(model, sgd(model), policy)
+    unguarded = Policy.from_dict({"format": fmt, "guard": {"enabled": False}})
+    amp = Amp(model, sgd(model), unguarded)
     with pytest.raises(error, match="Likely causes"):
         for _ in range(60):
             take(amp, float("nan"))
     assert model.weight.item() == 1.0 and model.weight.grad is None
     assert amp.loss_scale >= 1.0
+
+
+@pytest.mark.parametrize("policy", [FP16, "bfloat16", "float32"], ids=["fp16", "bf16", "fp32"])
+def test_a_guarded_run_stops_and_names_what_was_bad(path: str, policy: Any) -> None:
+    model = linear()
+    amp = Amp(model, sgd(model), policy)
+    with pytest.raises(NonFiniteError, match="input 0"):
+        for _ in range(60):
+            take(amp, float("nan"))
+    assert model.weight.item() == 1.0 and model.weight.grad is None
 
 
 def test_finite_gradients_whose_squares_overflow_are_stepped_on_the_host() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -31,56 +31,34 @@ from torch.optim import Optimizer
 
 from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
 from castwise.formats import parse_format
+from castwise.guard import Raised
 from castwise.plan import Plan
 from castwise.policy import WEIGHTS, Policy
-from castwise.scaling import ScaleState, initial_state, stalled_message, transition
+from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
 
 from . import _scale
+from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
 from ._gradients import all_finite, multiply, norm, parameters_of, values_of
 from ._layers import LayerHooks
-from ._region import Region
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
 from ._stepping import Stepper, is_fused
+from ._watched import Watched
 from .apply import apply
 from .devices import resolve, tf32
+from .guard import Guard
+from .guard_remedy import with_raised
 
 __all__ = ["Amp", "StepResult"]
 
 log = logging.getLogger("castwise.torch.amp")
 
+_STEPS_IN_FLIGHT = 2  # whose outcome a device may still owe the host
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm it divides by
 
 
-class _Entered(AbstractContextManager["_Entered"]):
-    """A region of an `Amp` as a context of its own, which may be entered again."""
-
-    def __init__(self, amp: Amp, log: list[Any] | None) -> None:
-        self._amp = amp
-        self._log = log
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> _Entered:
-        stack = ExitStack()
-        stack.enter_context(tf32(self._amp.device_type, self._amp.policy.tf32))
-        if self._amp.planned is not None:
-            stack.enter_context(self._amp.planned.in_place())
-            self._entered.append(stack)
-            return self
-        region = self._amp._new_region(self._log)
-        region.enter()
-        stack.callback(region.leave)
-        self._entered.append(stack)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._entered.pop().close()
-
-
-class Amp:
+class Amp(Watched):
     """Mixed-precision training of one model by one optimizer.
 
     Args:
@@ -137,11 +115,11 @@ class Amp:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.accumulate = accumulate
-        self.device_type = _device_type(model, optimizer)
+        self.device_type = device_type_of(model, optimizer)
         if plan is not None:
             policy = Policy.coerce(policy if policy != "auto" else parse_format(plan.fmt).long_name)
         self.planned = apply(model, plan) if plan is not None else None
-        self.policy = resolve(Policy.coerce(policy), self.device_type)
+        self.policy = self._asked = resolve(Policy.coerce(policy), self.device_type)
         mode = self.policy.weights if weights == "auto" else weights
         self._rules = rules_for(self.policy, self.device_type)
         self._cache = CastCache()
@@ -157,6 +135,7 @@ class Amp:
         self._begun = False
         self._unscaled: torch.Tensor | None = None
         self._entered = threading.local()
+        self._guard = Guard(self, self._raise_layers) if self.policy.guard.enabled else None
 
     def _keep_scale_on_device(self) -> DeviceScale | None:
         devices = {p.device for p in parameters_of([self.optimizer])}
@@ -169,26 +148,31 @@ class Amp:
 
     def __enter__(self) -> Amp:
         self._regions().append(self.region().__enter__())
+        if self._guard is not None:
+            self._guard.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._guard is not None:
+            self._guard.leave()
         self._regions().pop().__exit__(kind, error, traceback)
 
-    def region(self, log: list[Any] | None = None) -> _Entered:
+    def region(self, log: list[Any] | None = None) -> Entered:
         """A context with this policy's decisions, for use apart from training steps: evaluation, or a log of ops.
 
         Args:
             log: a list that receives one `castwise.torch.record.OpEvent` for each op.
         """
-        return _Entered(self, log)
+        return Entered(self, log)
 
-    def _new_region(self, log: list[Any] | None) -> Region:
-        return Region(self._rules, self._cache, log=log)
+    def fresh_region(self) -> Entered:
+        """As `region`, with casts of its own: for repeating a step without touching what is kept for the next."""
+        return Entered(self, None, CastCache(capacity=0))
 
-    def _regions(self) -> list[_Entered]:
-        entered: list[_Entered] | None = getattr(self._entered, "regions", None)
+    def _regions(self) -> list[Entered]:
+        entered: list[Entered] | None = getattr(self._entered, "regions", None)
         if entered is None:
             entered = self._entered.regions = []
         return entered
@@ -208,7 +192,8 @@ class Amp:
         if not self._begun:
             self._begin()
         try:
-            with tf32(self.device_type, self.policy.tf32):
+            watched = self._guard.backward(loss) if self._guard is not None else nullcontext()
+            with tf32(self.device_type, self.policy.tf32), watched:
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             if self._micro:
@@ -281,7 +266,7 @@ class Amp:
                 return StepResult(False, 0.0, self.loss_scale, "no parameter has a gradient", self.emulated)
             return self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
         finally:
-            self._forget_gradients()
+            self._forget_gradients(counts=True)
 
     def _finish(self, values: list[torch.Tensor], clip_norm: float | None) -> StepResult:
         """Step or skip, as the host decides."""
@@ -299,10 +284,32 @@ class Amp:
                 divisor /= min(1.0, clip_norm / (size / divisor + _CLIP_EPS))
             self._step_optimizer(divisor)
         before, (self._state, outcome) = self._state, transition(self._state, finite, self._config)
-        self._tell(before, self._state, outcome.reason)
-        if outcome.stalled:
+        reason, done = self._guarded(finite, before, values)
+        self._tell(before, self._state, reason or outcome.reason)
+        if outcome.stalled and not done:
             raise self._stalled()
-        return StepResult(outcome.stepped, grad_norm, scale, outcome.reason, self.emulated)
+        return StepResult(outcome.stepped, grad_norm, scale, reason or outcome.reason, self.emulated)
+
+    def _guarded(self, finite: bool, before: ScaleState, values: list[torch.Tensor]) -> tuple[str, bool]:
+        """Let the guard look at a finished step: what it did in words, and whether it did anything."""
+        if self._guard is None:
+            return "", False
+        if finite:
+            self._guard.stepped()
+            return "", False
+        scale = self._guard.broke(before.scale, lower_scales(before.scale, self._config), values)
+        if scale is None:
+            return "", False
+        self._state = replace(self._state, scale=scale)
+        return f"gradients are not finite, step skipped; {self._guard.events[-1].message}", True
+
+    def _raise_layers(self, raised: tuple[Raised, ...]) -> None:
+        """Put the policy that was asked for in force, with the guard's raised layers on top."""
+        self.policy = with_raised(self._asked, raised)
+        self._rules = rules_for(self.policy, self.device_type)
+        if self._layers is not None:
+            self._layers.remove()
+        self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
 
     def _step_optimizer(self, divisor: float) -> None:
         self._stepper.step(divisor)
@@ -325,14 +332,23 @@ class Amp:
             excess = ((grad_norm + _CLIP_EPS) / clip_norm).clamp_min(1.0).to(torch.float32)
             divisor = excess if divisor is None else divisor * excess
         self._stepper.step_ahead(divisor, finite.logical_not().to(torch.float32))
-        return StepResult.later(ahead.advance(finite), grad_norm, self.emulated)
+        result = StepResult.later(ahead.advance(finite), grad_norm, self.emulated)
+        if self._guard is not None and self._guard.alert:  # steps are looked at closely: wait for the device
+            self._hear(ahead.news(wait=True), values)
+        return result
 
-    def _hear(self, news: tuple[ScaleState, bool] | None) -> None:
+    def _hear(self, news: tuple[ScaleState, bool] | None, values: list[torch.Tensor] | None = None) -> None:
         """Take in what the device has reported since."""
         if news is None:
             return
         before, (self._state, stalled) = self._state, news
         skipped = self._state.skipped - before.skipped
+        if self._guard is not None and skipped:
+            self._guarded(False, before, values or [])
+            if self._on_device is not None and self._state.scale != news[0].scale:
+                self._on_device.set(self._state)
+        elif self._guard is not None and self._state.steps > before.steps:
+            self._guarded(True, before, [])
         self._tell(before, self._state, f"{skipped} steps since step {before.steps} were skipped: gradients not finite")
         if stalled:
             raise self._stalled()
@@ -341,19 +357,18 @@ class Amp:
         if after.skipped == before.skipped:
             return
         log.info("step %d: %s", after.steps, reason)
-        floor = self.policy.guard.warn_scale_below
-        if self._config.enabled and self.policy.guard.enabled and after.scale < min(floor, before.scale):
-            log.warning(
-                "the loss scale has fallen to %g (below %g): gradients overflow again and again", after.scale, floor
-            )
+        if self._guard is not None:
+            self._guard.warn_scale(after.scale, self._config.enabled)
 
     def _stalled(self) -> CastwiseError:
         kind = ScaleStalledError if self._config.enabled else NonFiniteError
         return kind(stalled_message(self._state, self._config))
 
-    def _forget_gradients(self) -> None:
+    def _forget_gradients(self, counts: bool = False) -> None:
         self._clear()
         self._micro, self._begun, self._unscaled = 0, False, None
+        if self._guard is not None:
+            self._guard.done(counts, _STEPS_IN_FLIGHT if self._on_device is not None else 0)
 
     def _clear(self) -> bool:
         """Set all gradients to None; whether there were any."""
@@ -385,73 +400,7 @@ class Amp:
         """Whether the policy's format is emulated on this device."""
         return self._rules.emulated
 
-    def state_dict(self) -> dict[str, Any]:
-        """Loss scale, counters, what is kept beside 16-bit weights and, between micro-batches, the gradients so far."""
-        gradients = [p.grad for p in self._wide.parameters()] if self._begun else []
-        return {
-            "version": 1,
-            "policy": self.policy.to_toml(),
-            "scaling": self.scale_state.to_dict(),
-            "micro_step": self._micro,
-            "gradients": [None if g is None else g.detach().clone() for g in gradients],
-            "weights": self._wide.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a state of torch.amp.GradScaler (its scale and good-step count).
-
-        Load the model's and the optimizer's states first. A GradScaler's scale is kept within the policy's limits.
-
-        Raises:
-            PolicyError: the state belongs to another mode, model, number of micro-batches or version.
-        """
-        if "scale" in state and "_growth_tracker" in state:
-            bounded = min(max(float(state["scale"]), self._config.min_scale), self._config.max_scale)
-            scaling = replace(
-                initial_state(self._config),
-                scale=bounded if self._config.enabled else 1.0,
-                good_steps=int(state["_growth_tracker"]),
-            )
-            micro, gradients = 0, []
-            self._wide.reload()
-        else:
-            if state.get("version") != 1:
-                raise PolicyError(
-                    f"Amp.load_state_dict: version {state.get('version')!r} is not known. Give a state of "
-                    "Amp.state_dict() or torch.amp.GradScaler.state_dict(), or update Castwise if a newer one saved it."
-                )
-            scaling = ScaleState.from_dict(state["scaling"])
-            micro, gradients = int(state["micro_step"]), state["gradients"]
-            self._check_gradients(micro, gradients)
-            self._wide.load_state_dict(state["weights"])
-        self._forget_gradients()
-        for p, gradient in zip(self._wide.parameters(), gradients, strict=False):
-            p.grad = None if gradient is None else gradient.to(p.device, copy=True)
-        self._state, self._micro, self._begun = scaling, micro, bool(gradients)
-        if self._on_device is not None:
-            self._on_device.set(scaling)
-        self._cache.refresh()
-
-    def _check_gradients(self, micro: int, gradients: list[torch.Tensor | None]) -> None:
-        if micro and micro >= self.accumulate:
-            raise PolicyError(
-                f"Amp.load_state_dict: {micro} micro-batches were accumulated when it was saved, and accumulate is "
-                f"{self.accumulate} here. Give Amp the same accumulate."
-            )
-        shapes = [p.shape for p in parameters_of([self.optimizer])]
-        if gradients and (
-            len(shapes) != len(gradients)
-            or any(g is not None and g.shape != shape for g, shape in zip(gradients, shapes, strict=True))
-        ):
-            raise PolicyError("Amp.load_state_dict: the saved gradients belong to a model with other parameters.")
-
     def close(self) -> None:
         """Take the layer hooks off the model."""
         if self._layers is not None:
             self._layers.remove()
-
-
-def _device_type(model: nn.Module, optimizer: Optimizer) -> str:
-    for p in (*model.parameters(), *parameters_of([optimizer])):
-        return p.device.type
-    return "cpu"

@@ -24,10 +24,17 @@ _REENTRANT = "use_reentrant=True"  # what torch's reentrant checkpoint says wher
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """What one repetition of a call showed: where the fault began, if there was one, and what layers wrote."""
+    """What one repetition of a call showed.
+
+    Attributes:
+        root: where the fault began, if there was one.
+        bytes: per layer, what its forward wrote.
+        feeds: per layer, the layers that made what it was given.
+    """
 
     root: Made | Source | None
     bytes: dict[str, int]
+    feeds: dict[str, list[str]]
 
 
 class Replay:
@@ -59,7 +66,7 @@ class Replay:
                 root = trace.root(outputs)
                 if root is None and call.gradients:
                     root = self._backward(call, outputs, cut, trace, factor)
-        return Repeat(root, trace.bytes)
+        return Repeat(root, trace.bytes, trace.feeds)
 
     def layer_seconds(self, call: Call, context: Context, layer: str) -> float:
         """Seconds that the forward of one layer takes in a repetition without a trace; the better of two."""

@@ -30,6 +30,10 @@ from .attribution_values import Values, described, is_bad, mutated, scalars, sto
 
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Sources in the order in which they are believed. A buffer may be handed to an operation that does not read it (running
+# statistics, in training), and so comes after operations that made something bad.
+_ORDER = ("input", "parameter", "gradient", "buffer", "constant")
+_CERTAIN = frozenset({"input", "parameter", "gradient"})
 _ACCUMULATE = 2**63  # sequence numbers of nodes that add to leaves are above this
 
 
@@ -105,6 +109,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.model = model
         self.made: list[Made] = []
         self.bytes: dict[str, int] = {}
+        self.feeds: dict[str, list[str]] = {}  # per layer, those that made what it was given
+        self._makers: dict[int, tuple[StorageWeakRef, str]] = {}
         self._stack: list[str] = []
         self._marks: list[_Mark] = []
         self._writers: dict[int, tuple[StorageWeakRef, Made | Source]] = {}
@@ -138,9 +144,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         self._handles.clear()
 
-    def enter_layer(self, path: str) -> None:
-        """A module's forward begins."""
+    def enter_layer(self, path: str, given: Any = ()) -> None:
+        """A module's forward begins, with the arguments that it is given."""
         self._mark()
+        keys = [key for _, x in tensors_in(given) if (key := storage_of(x)) is not None]
+        makers = [self._makers[key._cdata][1] for key in keys if key._cdata in self._makers]
+        self.feeds[path] = [*dict.fromkeys([*self.feeds.get(path, []), *makers])]
         self._stack.append(path)
 
     def leave_layer(self) -> None:
@@ -175,7 +184,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not in_backward:
             self._mark(_line())
         name = func._schema.name.partition("::")[2]
-        before = described((args, kwargs)) if func._schema.is_mutable else None
+        writes = func._schema.is_mutable or "batch_norm" in name  # which writes statistics that its schema hides
+        before = described((args, kwargs)) if writes else None
         result = func(*args, **kwargs)
         if func.is_view or name in _UNWRITTEN or name == "detach":
             return result
@@ -225,6 +235,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = sum(x.numel() * x.element_size() for x in written if x.is_floating_point())
         for path in set(self._stack):
             self.bytes[path] = self.bytes.get(path, 0) + size
+        for x in written:
+            key = storage_of(x)
+            if key is not None and self._stack:
+                self._makers[key._cdata] = (StorageWeakRef(key), self._stack[-1])  # type: ignore[no-untyped-call]
 
     def _write(self, x: torch.Tensor, by: Made | Source) -> None:
         key = storage_of(x)
@@ -259,10 +273,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not causes:
                 found.append(place)
             waiting += causes
-        sources = [f for f in found if isinstance(f, Source)]
-        for source in sources:
-            if source.kind != "constant":
-                return source
+        sources = sorted((f for f in found if isinstance(f, Source)), key=lambda source: _ORDER.index(source.kind))
+        if sources and sources[0].kind in _CERTAIN:
+            return sources[0]
         made = [f for f in found if isinstance(f, Made)]
         return min(made, key=lambda m: m.index) if made else sources[0] if sources else None
 
@@ -272,7 +285,7 @@ class _Enter:
         self.trace, self.path = trace, path
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.trace.enter_layer(self.path)
+        self.trace.enter_layer(self.path, args)
 
 
 class _Leave(_Enter):

@@ -166,19 +166,17 @@ class Guard:
         Raises:
             NonFiniteError: nothing helps; the message says why.
         """
+        self._heal()
         finite = all(bool(loss.tensor().isfinite().all()) for _, loss in self._losses)
-        try:
-            if not guard.worth_a_look(self.state, finite, scale, bool(scales), self.config):
-                self.state = guard.ordinary(self.state)
-                self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
-                return None
-            found = self._find(scale, scales, gradients)
-            return self._act(*found, scale=scale)
-        finally:
-            self._heal()
+        if not guard.worth_a_look(self.state, finite, scale, bool(scales), self.config):
+            self.state = guard.ordinary(self.state)
+            self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
+            return None
+        found = self._find(scale, scales, gradients, finite)
+        return self._act(*found, scale=scale)
 
     def _find(
-        self, scale: float, scales: Sequence[float], gradients: Sequence[torch.Tensor]
+        self, scale: float, scales: Sequence[float], gradients: Sequence[torch.Tensor], finite: bool
     ) -> tuple[Finding, Call | None]:
         """Replay first: it can try cures. Then what was seen live, and else only where the fault is not."""
         losses = [loss.tensor() for _, loss in self._losses]
@@ -199,11 +197,16 @@ class Guard:
                 found = live_finding(root, scale, useful or scales), None
         if found is None:
             found = outside(losses, scale), None
+        if found[0].kind is Kind.UNKNOWN and useful and finite:
+            # What the loss sends back overflows while a lower scale is to be had: that is what the scale is for.
+            found = replace(found[0], kind=Kind.SCALE, finite_scale=useful[0]), found[1]
         if found[0].kind is Kind.UNKNOWN:
             self._alert, self.recorder.careful = _ALERT_STEPS + 1, True
         again = self.finding is not None and self.finding.place == found[0].place and self.state.helpless > 0
         self.finding = found[0]
-        self._tell("finding", str(found[0]), repeated=again, **found[0].to_dict())
+        # A scale that is too high is part of the search for the highest one that works, and no alarm.
+        name = "overflow" if found[0].kind is Kind.SCALE else "finding"
+        self._tell(name, str(found[0]), repeated=again, **found[0].to_dict())
         for name, words in advice_for(found[0]) if not again else ():
             self._tell("advice", words, cause=name)
         return found
@@ -226,7 +229,7 @@ class Guard:
         if self._remedy is None or call is None:
             return False
         calls, before = list(self.recorder.calls), self.state.raised
-        new = self._remedy.find(calls, finding, before)
+        new = self._remedy.find(calls, before)
         if new is None:
             return False
         prices = self._remedy.price(call, new, before)

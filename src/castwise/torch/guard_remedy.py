@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from castwise.catalogue import load_catalogue
-from castwise.guard import Finding, Raised
+from castwise.guard import Raised
 from castwise.policy import LayerRule, Policy, Rule
 
 from .attribution_capture import Call
@@ -66,14 +66,15 @@ class Remedy:
         self, model: nn.Module, replay: Replay, apply: Callable[[tuple[Raised, ...]], None], context: Context
     ) -> None:
         self.model, self.replay, self.apply, self.context = model, replay, apply, context
+        self._feeds: dict[str, list[str]] = {}
 
-    def find(self, calls: Sequence[Call], finding: Finding, before: tuple[Raised, ...]) -> list[Raised] | None:
+    def find(self, calls: Sequence[Call], before: tuple[Raised, ...]) -> list[Raised] | None:
         """The layers to raise beside those of `before`, in order, or None where raising layers does not help.
 
         What is found is in force when it returns; else `before` is.
         """
         new: list[Raised] = []
-        place: tuple[str, str, str] | None = (finding.layer, finding.op, finding.phase)
+        place = self.broken(calls)
         for _ in range(_MOST_LAYERS):
             if place is None:
                 return new
@@ -101,7 +102,8 @@ class Remedy:
     def broken(self, calls: Sequence[Call]) -> tuple[str, str, str] | None:
         """Layer, op and phase where the calls break under what is in force; None where they do not."""
         for call in calls:
-            root = self.replay.traced(call, self.context).root
+            repeat = self.replay.traced(call, self.context)
+            root, self._feeds = repeat.root, repeat.feeds
             if isinstance(root, Made):
                 return root.layer, root.op, root.phase
             if root is not None and root.kind != "gradient":  # what the loss sends back is none of the model's
@@ -109,7 +111,10 @@ class Remedy:
         return None
 
     def _candidates(self, layer: str, op: str) -> Iterator[Raised]:
-        """The least first: an op of a block's own forward, the block, then what is around it, short of the model."""
+        """The least first: an op of a block's own forward, the block, what feeds it, and what is around it.
+
+        What feeds it is to blame where it writes its input in place, and where a gradient overflows on its way out.
+        """
         try:
             module = self.model.get_submodule(layer)
         except AttributeError:
@@ -118,9 +123,11 @@ class Remedy:
         own = entry.name if entry is not None else ""
         if any(True for _ in module.children()) and own:
             yield Raised(layer, (own,))
-        while layer:
+        if layer:
             yield Raised(layer)
-            layer = layer.rpartition(".")[0]
+        yield from (Raised(feeder) for feeder in self._feeds.get(layer, []) if feeder and feeder != layer)
+        while layer := layer.rpartition(".")[0]:
+            yield Raised(layer)
 
     def price(self, call: Call, raised: Sequence[Raised], before: tuple[Raised, ...]) -> list[Price]:
         """What each of the newly raised layers costs more than before, for one call."""
