@@ -45,6 +45,14 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "linear, by keyword": lambda x, y: F.linear(input=x, weight=y),
     "linear, weight": lambda x, y: F.linear(x, _weight(y.dtype)),
     "linear, view of a weight": lambda x, y: F.linear(x, _weight(y.dtype)[:2]),
+    "linear, integer parameters": lambda x, y: F.linear(
+        torch.arange(4), nn.Parameter(torch.eye(4, dtype=torch.int64), False)
+    ),
+    "softmax of torch.nn.functional": lambda x, y: F.softmax(x, dim=-1, dtype=None),
+    "matmul, contraction of one, by keyword": lambda x, y: torch.matmul(input=x[:, :1], other=y[:1]),
+    "softmax, 16-bit dtype": lambda x, y: torch.softmax(x, -1, dtype=torch.bfloat16),
+    "layer norm module": lambda x, y: nn.LayerNorm(4)(x),
+    "batch norm module": lambda x, y: nn.BatchNorm1d(4)(x),
     "matmul, contraction of one": lambda x, y: x[:, :1] @ y[:1],
     "matmul, contraction of none": lambda x, y: x[:, :0] @ y[:0],
     "addmm": lambda x, y: torch.addmm(x, x, y, beta=0.5),

@@ -45,6 +45,7 @@ _UNUSUAL = -1
 _NUMBERS = frozenset({int, float, bool})
 _PLAIN = frozenset({*_NUMBERS, type(None), str, torch.Size, torch.dtype, torch.device, torch.memory_format})
 _TO = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
+_ASKING = frozenset({"dtype", "out", "attn_mask"})  # named arguments that say something about formats themselves
 _IS_ON = {kind: getattr(torch.Tensor, f"is_{kind}").__get__ for kind in ("cpu", "cuda", "xpu", "mps")}
 
 
@@ -113,9 +114,13 @@ class Casting:
         if seen < 0 or seen & _OTHER_BIT or call.stores_constant:
             return self.run(call, function, args, kwargs)
         if kwargs:
-            for key, value in kwargs.items():
-                if type(value) not in _PLAIN or (key == "dtype" and value is not None):
-                    return self.run(call, function, args, kwargs)
+            named = self._seen(kwargs.values())
+            asked = not _ASKING.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _ASKING)
+            if asked or named < 0 or named & _OTHER_BIT:
+                return self.run(call, function, args, kwargs)
+            seen |= named
+        if seen == 0:
+            return function(*args, **kwargs)
         rule = call.rule
         if rule is Rule.LOW and not call.writes_first:
             return self._quick_low(call, function, args, kwargs, seen)
@@ -123,8 +128,9 @@ class Casting:
             if not seen & _LOW_BITS:
                 return function(*args, **kwargs)
             if call.wide is torch.float32:
-                wide = [x.float() if getattr(x, "dtype", None) in _LOW else x for x in args]
-                return function(*wide, **kwargs)
+                if kwargs:
+                    kwargs = {name: _widened(x) for name, x in kwargs.items()}
+                return function(*[_widened(x) for x in args], **kwargs)
         elif not seen & (seen - 1) and not call.no_kernel:
             return function(*args, **kwargs)  # one format, or none
         return self.run(call, function, args, kwargs)
@@ -135,25 +141,30 @@ class Casting:
         arithmetic = call.arithmetic
         assert arithmetic is not None
         dtype, emulated = arithmetic.dtype, arithmetic.emulated
-        if seen == 0 or (not emulated and seen == _BITS[dtype]):
+        if not emulated and seen == _BITS[dtype]:
             return function(*args, **kwargs)
-        if call.contracts and _sums_nothing(args[0]):
+        if call.contracts and (not args or _sums_nothing(args[0])):
             return self.run(call, function, args, kwargs)
         enter, key = (arithmetic.enter, arithmetic.fmt.name) if emulated else (_TO[dtype], dtype)
         keep = self.cache.get
-        low: list[Any] = []
-        for x in args:
-            if type(x) is Parameter:
-                x = keep(x, key, enter)
-            elif type(x) is Tensor and x.dtype in _BITS and (emulated or x.dtype is not dtype):
-                x = enter(x) if x._base is None and not (x.requires_grad and x.is_leaf) else keep(x, key, enter)
-            low.append(x)
+
+        def lowered(x: Any) -> Any:
+            kind = type(x)
+            if not (kind is Tensor or kind is Parameter) or x.dtype not in _BITS or (x.dtype is dtype and not emulated):
+                return x
+            if kind is Tensor and x._base is None and not (x.requires_grad and x.is_leaf):
+                return enter(x)
+            return keep(x, key, enter)
+
+        low = [lowered(x) for x in args]
+        if kwargs:
+            kwargs = {name: lowered(x) for name, x in kwargs.items()}
         result = (call.emulate_as or function)(*low, **kwargs)
         if not emulated:
             return result
         return arithmetic.leave(result) if type(result) is Tensor else self._mapped(result, arithmetic.leave, _CASTABLE)
 
-    def _seen(self, args: tuple[Any, ...]) -> int:
+    def _seen(self, args: Iterable[Any]) -> int:
         """The formats of the tensors among flat arguments, as bits; `_UNUSUAL` for what needs a closer look."""
         seen, is_here = 0, self._is_here
         for x in args:
@@ -323,6 +334,10 @@ class Casting:
         if type(tree) is dict:
             return {k: self._mapped(v, cast, dtypes) for k, v in tree.items()}
         return tree
+
+
+def _widened(x: Any) -> Any:
+    return x.float() if getattr(x, "dtype", None) in _LOW else x
 
 
 def _sums_nothing(x: torch.Tensor) -> bool:

@@ -82,7 +82,7 @@ class Recorder:
         if self._listening > 1:
             return
         self._kept = 0
-        for path, module in _entrances(self.model)[: 1 if self._whole else None]:
+        for path, module in [("", self.model)] if self._whole else _entrances(self.model):
             hook = _Hook(self, path)
             self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(hook.after, always_call=True))
