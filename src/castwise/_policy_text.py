@@ -219,7 +219,7 @@ def from_toml(text: str) -> Policy:
     """See ``Policy.from_toml``."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # beside TOML's own errors: thousands of digits, or of brackets
         raise PolicyError(f"policy: not valid TOML: {error}. Correct that place.") from None
     return from_dict(data)
 
@@ -227,7 +227,7 @@ def from_toml(text: str) -> Policy:
 def load(path: Path) -> Policy:
     """See ``Policy.load``."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte-order mark in front, which TOML has not
     except FileNotFoundError:
         raise PolicyError(
             f"{path}: there is no such policy file. Check the path, or write one with policy.save()."

@@ -233,7 +233,7 @@ def widest(*formats: NumberFormat) -> NumberFormat:
 # ----------------------------------------------------------------------------------------------------------- rounding
 
 
-def round_to_nearest(x: ArrayLike, fmt: NumberFormat, *, saturate: bool = False) -> Floats:
+def round_to_nearest(x: ArrayLike, fmt: NumberFormat | str, *, saturate: bool = False) -> Floats:
     """``x`` rounded to the nearest value of ``fmt``, ties to the even neighbour: an exact cast there and back.
 
     The rounding is that of IEEE 754 (roundTiesToEven) and of the OCP FP8 specification, subnormals included. A
@@ -243,22 +243,25 @@ def round_to_nearest(x: ArrayLike, fmt: NumberFormat, *, saturate: bool = False)
 
     Args:
         x: any shape; float32 or float64. Integers and Python numbers are taken as float64, narrower floats as float32.
-        fmt: the format to round to.
+        fmt: the format to round to, or its name in any spelling.
         saturate: magnitudes beyond ``fmt.max``, infinities included, become ``fmt.max`` instead.
 
     Returns:
         A new array of ``x``'s shape, float32 or float64 as described, whose values all lie on ``fmt``'s grid.
 
     Raises:
-        FormatError: ``x`` is not real numbers, or has more precision than float64.
+        FormatError: ``x`` is not real numbers, or has more precision than float64; or there is no such format.
     """
+    fmt = parse_format(fmt)
     values, shape = _rounding.as_floats(x)
     out = np.empty_like(values)
     _rounding.nearest(values, fmt, saturate, out)
     return out.reshape(shape)
 
 
-def round_stochastic(x: ArrayLike, fmt: NumberFormat, rng: np.random.Generator, *, saturate: bool = False) -> Floats:
+def round_stochastic(
+    x: ArrayLike, fmt: NumberFormat | str, rng: np.random.Generator, *, saturate: bool = False
+) -> Floats:
     """``x`` rounded to one of its two neighbours in ``fmt``, each with the probability that makes the mean exact.
 
     Unbiased for every ``x`` with ``abs(x) <= fmt.max``, subnormals and what is below the smallest of them included: as
@@ -268,7 +271,7 @@ def round_stochastic(x: ArrayLike, fmt: NumberFormat, rng: np.random.Generator, 
 
     Args:
         x: as for ``round_to_nearest``.
-        fmt: the format to round to.
+        fmt: the format to round to, or its name in any spelling.
         rng: where the randomness comes from; the same state gives the same result.
         saturate: as for ``round_to_nearest``.
 
@@ -276,8 +279,9 @@ def round_stochastic(x: ArrayLike, fmt: NumberFormat, rng: np.random.Generator, 
         A new array of ``x``'s shape, float32 or float64 as for ``round_to_nearest``.
 
     Raises:
-        FormatError: ``x`` is not real numbers, or has more precision than float64.
+        FormatError: ``x`` is not real numbers, or has more precision than float64; or there is no such format.
     """
+    fmt = parse_format(fmt)
     values, shape = _rounding.as_floats(x)
     out = np.empty_like(values)
     _rounding.stochastic(values, fmt, saturate, rng, out)
@@ -299,16 +303,17 @@ class RangeShares:
     nonfinite: int  # values that were infinite or NaN before any rounding; in none of the shares
 
 
-def range_shares(x: ArrayLike, fmt: NumberFormat) -> RangeShares:
+def range_shares(x: ArrayLike, fmt: NumberFormat | str) -> RangeShares:
     """What rounding ``x`` to the nearest values of ``fmt`` would lose at the ends of its range.
 
     Args:
         x: as for ``round_to_nearest``.
-        fmt: the format to round to.
+        fmt: the format to round to, or its name in any spelling.
 
     Raises:
-        FormatError: ``x`` is not real numbers, or has more precision than float64.
+        FormatError: ``x`` is not real numbers, or has more precision than float64; or there is no such format.
     """
+    fmt = parse_format(fmt)
     values, _ = _rounding.as_floats(x)
     buffer = np.empty(min(_rounding.PIECE, values.size), values.dtype)
     finite = finite_after = nonzero = nonzero_after = normal_after = 0

@@ -12,6 +12,7 @@ first few in a row are not even looked into (`worth_a_look`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -70,7 +71,7 @@ class GuardConfig:
         for key in ("enabled", "raise_layers"):
             check_bool(key, getattr(self, key))
         number = isinstance(self.warn_scale_below, (int, float)) and not isinstance(self.warn_scale_below, bool)
-        if not number or not 0 <= self.warn_scale_below < float("inf"):
+        if not number or not 0 <= self.warn_scale_below <= sys.float_info.max:
             raise PolicyError(
                 f"warn_scale_below: {self.warn_scale_below!r} is not a loss scale. Give 0 (never warn) or more."
             )

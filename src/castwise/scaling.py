@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -90,7 +91,8 @@ class ScalingConfig:
                 raise _bad(key, value, "must be a whole number of steps, 1 or more")
         for key in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, key)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            # An integer of Python's, or of TOML, may be larger than any float.
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
                 raise _bad(key, value, "must be a finite number")
             object.__setattr__(self, key, float(value))
         if not self.growth_factor > 1.0:

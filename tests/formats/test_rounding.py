@@ -374,6 +374,16 @@ def test_the_same_random_state_gives_the_same_result(fmt: NumberFormat) -> None:
 # --------------------------------------------------------------------------------------------------------- range shares
 
 
+def test_a_format_may_be_named_in_any_spelling() -> None:
+    x = np.array([1.1, 1e9, 1e-9])
+    np.testing.assert_array_equal(round_to_nearest(x, "torch.half"), round_to_nearest(x, FP16))
+    drawn = [round_stochastic(x, fmt, np.random.default_rng(0)) for fmt in ("half", FP16)]
+    np.testing.assert_array_equal(*drawn)
+    assert range_shares(x, "fp16") == range_shares(x, FP16)
+    with pytest.raises(FormatError, match="Did you mean"):
+        round_to_nearest(x, "fp17")
+
+
 @pytest.mark.parametrize("fmt", [TF32, *NARROW], ids=str)
 def test_range_shares_count_what_the_exact_oracle_counts(fmt: NumberFormat) -> None:
     @settings(deadline=None, max_examples=50)

@@ -155,6 +155,7 @@ WRONG: list[tuple[str, Callable[[], object], str, str]] = [
     ("scaling switch", lambda: FROM_DICT({"scaling": {"enabled": "yes"}}), "scaling.enabled: 'yes'", "'auto'"),
     ("scaling not a config", lambda: Policy(scaling={"init_scale": 2}), "scaling: ", "ScalingConfig("),  # type: ignore[arg-type]
     ("guard not a config", lambda: Policy(guard=True), "guard: ", "GuardConfig("),  # type: ignore[arg-type]
+    ("guard's size", lambda: FROM_DICT({"guard": {"warn_scale_below": 10**400}}), "guard.warn_scale_below: ", "0"),
     ("guard's number", lambda: FROM_DICT({"guard": {"warn_scale_below": -1}}), "guard.warn_scale_below: ", "0"),
     (
         "guard's key",

@@ -127,6 +127,16 @@ def test_a_file_that_is_no_policy_is_an_error_that_names_the_file_and_the_place(
     path.write_text("[[layers]]\nmatch = 'head'\nformat = 'fp23'\n")
     with pytest.raises(PolicyError, match=r"policy\.toml: layers\[0\]\.format: "):
         Policy.load(path)
+    for text in (f"scaling = {'9' * 5000}", f"ops = {'[' * 5000}"):
+        path.write_text(text)
+        with pytest.raises(PolicyError, match=r"policy\.toml: policy: not valid TOML"):
+            Policy.load(path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(PolicyError, match="UTF-8"):
         Policy.load(path)
+
+
+def test_what_editors_on_windows_write_is_read_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_bytes(b'\xef\xbb\xbfformat = "fp16"\r\n[scaling]\r\ngrowth_interval = 5\r\n')
+    assert Policy.load(path) == Policy.from_toml('format = "fp16"\n[scaling]\ngrowth_interval = 5\n')

@@ -233,6 +233,7 @@ def test_every_outcome_says_why() -> None:
     [
         *[("enabled", 1), ("dynamic", "yes"), ("growth_interval", 0), ("growth_interval", 2e3), ("hysteresis", True)],
         *[("patience", -1), ("patience", "10"), ("growth_factor", 1), ("growth_factor", math.inf)],
+        ("init_scale", 10**400),
         *[("backoff_factor", 1.0), ("backoff_factor", 0), ("backoff_factor", math.nan), ("min_scale", 0)],
         *[("min_scale", 1e-45), ("min_scale", 2.0**25), ("max_scale", math.inf), ("max_scale", 1e39)],
         *[("init_scale", 0.5), ("init_scale", 2.0**25), ("init_scale", math.nan), ("init_scale", None)],
