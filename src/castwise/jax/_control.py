@@ -108,6 +108,8 @@ def _cond(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
         for number, branch in enumerate(branches)
     ]
     out = [_joined(dtypes) for dtypes in zip(*(one.out for one in done), strict=True)]
+    if body.rewriter.follows_plan:  # where it is not known how often a branch is taken, results stay wide
+        out = [body.rewriter.castable_dtype(var.aval) for var in eqn.outvars]
     closed = tuple(ClosedJaxpr(coerced(one, out), branch.consts) for one, branch in zip(done, branches, strict=True))
     body.emit(eqn, [index.atom, *(value.atom for value in operands)], out, {**eqn.params, "branches": closed})
 

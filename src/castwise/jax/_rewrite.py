@@ -13,6 +13,7 @@ A variable of the old jaxpr becomes a ``Value``: the same number in one or more 
 from __future__ import annotations
 
 import bisect
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,11 @@ from ._values import BROADCAST, CONVERT, InType, Record, Rewritten, Value, coerc
 __all__ = ["Body", "Rewriter"]
 
 
+# Paths of derivative rules, which no plan has: a plan is for what the function computes.
+_DERIVATIVE = re.compile("/(fwd|bwd|jvp)/")
+_AS_WRITTEN = Choice("", None)
+
+
 class Rewriter:
     """Rewrites jaxprs by the choices of one policy or plan. Keeps what it has rewritten as long as the original lives.
 
@@ -43,6 +49,7 @@ class Rewriter:
         castable: dtypes that may be changed.
         planned: choices for single equations, by path; ``choose`` is asked for the others.
         wide: the widest dtype of ``castable``.
+        rules: beside ``planned``, choices for the derivative rules of functions in which something is planned low.
     """
 
     def __init__(
@@ -54,12 +61,14 @@ class Rewriter:
         castable: frozenset[DType] = CASTABLE,
         planned: Mapping[str, Choice] | None = None,
         wide: DType = FP32,
+        rules: Chooser | None = None,
     ) -> None:
         self._choose = choose
         self.layered = layered or records is not None
         self.records = records
         self.castable, self.wide = castable, wide
-        self._planned = planned or {}
+        self.follows_plan = planned is not None
+        self._planned, self._rules = planned or {}, rules
         self._paths = sorted(self._planned)
         from ._control import HANDLERS  # it needs this module's classes
 
@@ -69,10 +78,22 @@ class Rewriter:
 
     def choice(self, primitive: str, layer: str, path: str) -> Choice:
         """How the equation at ``path`` is computed."""
-        return self._planned.get(path) or self._choose(primitive, layer)
+        found = self._planned.get(path)
+        if found is not None:
+            return found
+        derivative = _DERIVATIVE.search(path)
+        if self._rules is not None and derivative is not None and self._low_under(path[: derivative.start()] + "/"):
+            return self._rules(primitive, layer)
+        return self._choose(primitive, layer)
+
+    def _low_under(self, path: str) -> bool:
+        return any(choice.rule is Rule.LOW for _, choice in self._planned_under(path))
 
     def _planned_under(self, path: str) -> tuple[tuple[str, Choice], ...]:
         """What is planned for the equations inside the one at ``path``: two calls of one jaxpr may differ in it."""
+        derivative = _DERIVATIVE.search(path)
+        if derivative is not None:  # a rule of its own, which follows what was planned for the function
+            return (("low", _AS_WRITTEN),) if self._low_under(path[: derivative.start()] + "/") else ()
         first = bisect.bisect_left(self._paths, path)
         last = bisect.bisect_left(self._paths, path + "\U0010ffff")
         return tuple((name[len(path) :], self._planned[name]) for name in self._paths[first:last])

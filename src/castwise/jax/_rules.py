@@ -123,11 +123,16 @@ def _device(backend: str) -> Device | None:
         return None
 
 
+def device_here() -> Device | None:
+    """The default backend's device in Castwise's table, if it is there."""
+    return _device(jax.default_backend())
+
+
 def resolve(policy: Policy) -> Policy:
     """The policy for the default backend: its overrides applied, "auto" turned into what it computes natively."""
     if policy.format != "auto" and not policy.devices:
         return policy
-    return policy.resolve(_device(jax.default_backend()))
+    return policy.resolve(device_here())
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,18 +11,22 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from castwise.errors import PolicyError
 from castwise.policy import Policy
 
 from ._inline import differentiated_while_traced, inlined
 from ._layers import REGION, layers_of
 from ._rewrite import Rewriter
 from ._rules import resolve, rules_for
+
+if TYPE_CHECKING:
+    from ._plan import Plan
 
 __all__ = ["autocast"]
 
@@ -35,12 +39,14 @@ R = TypeVar("R")
 _KEPT_CALLS = 64
 
 
-def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto") -> Callable[P, R]:
-    """``fn`` with every operation computed in the format that the policy decides for it.
+def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto", *, plan: Plan | None = None) -> Callable[P, R]:
+    """``fn`` with every operation computed in the format that the policy, or a plan, decides for it.
 
     Args:
         fn: any function that ``jax.jit`` could trace once its non-array arguments are fixed.
-        policy: a ``castwise.Policy``, a preset's or format's name, or the path of a policy file.
+        policy: a ``castwise.Policy``, a preset's or format's name, or the path of a policy file. "auto" is the preset
+            of the 16-bit format that the backend computes natively, if any.
+        plan: of ``castwise.jax.plan`` for ``fn``, in place of a policy.
 
     Returns:
         A function of the same signature, whose results have the same shapes and dtypes. Arrays in its arguments, at
@@ -49,10 +55,11 @@ def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto") -> Callabl
 
     Raises:
         PolicyError: the policy makes no sense, or asks for a format that JAX cannot compute in.
+        PlanError: when called: the plan was made for another function.
 
     Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
     """
-    region = _Region(fn, policy)
+    region = _Region(fn, policy, plan)
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,8 +73,12 @@ def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto") -> Callabl
 class _Region:
     """What ``autocast`` knows of one function."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Any) -> None:
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], policy: Any, plan: Plan | None = None) -> None:
+        self.fn, self.plan = fn, plan
+        if plan is not None and policy != "auto":
+            raise PolicyError(
+                "Both policy and plan are given. A plan has its policy's rules in it: give the plan alone."
+            )
         self.policy = Policy.coerce(policy)
         self._calls: OrderedDict[Any, _Traceable] = OrderedDict()
         self._rewriter: Rewriter | None = None
@@ -108,25 +119,33 @@ class _Region:
     def rewriter(self) -> Rewriter:
         """The rewriter of the policy, resolved when it is first needed: asking for the backend starts it."""
         if self._rewriter is None:
-            rules = rules_for(resolve(self.policy))
-            self._rewriter = Rewriter(rules, layered=rules.layered)
+            if self.plan is not None:
+                self._rewriter = self.plan.rewriter()
+            else:
+                rules = rules_for(resolve(self.policy))
+                self._rewriter = Rewriter(rules, layered=rules.layered)
         return self._rewriter
 
     def _rewritten(self, outer: Jaxpr) -> Jaxpr:
         """The traced jaxpr, which is one call of the region, with another region inside the call."""
         call = region_call(outer)
         if call is None:  # jit is disabled: the operations themselves are there
+            self._check(outer)
             return self.rewriter.whole(outer)
         inner = call.params["jaxpr"]
-        self._check_layers(inner.jaxpr)
+        self._check(inner.jaxpr)
         new = ClosedJaxpr(self.rewriter.whole(inner.jaxpr), inner.consts)
         eqns = [call.replace(params={**call.params, "jaxpr": new})]
         return Jaxpr(outer.constvars, outer.invars, outer.outvars, eqns, outer.effects, outer.debug_info, outer.is_high)
 
-    def _check_layers(self, jaxpr: Jaxpr) -> None:
-        if self.policy.layers and id(jaxpr) not in self._checked:
-            self._checked.add(id(jaxpr))
+    def _check(self, jaxpr: Jaxpr) -> None:
+        if id(jaxpr) in self._checked:
+            return
+        if self.plan is not None:
+            self.plan.check_function(jaxpr)
+        elif self.policy.layers:
             resolve(self.policy).match_layers(layers_of(jaxpr))
+        self._checked.add(id(jaxpr))
 
 
 class _Array:

@@ -80,25 +80,30 @@ class Report:
         return "\n".join([f"{head}; {wide} products stay wide", *map(_line, self.ops)])
 
 
-def report(fn: Callable[..., Any], *args: Any, policy: Any = None, **kwargs: Any) -> Report:
+def report(fn: Callable[..., Any], *args: Any, policy: Any = None, plan: Any = None, **kwargs: Any) -> Report:
     """What ``autocast`` decides for a call, and why. Traces the function; runs nothing.
 
     Args:
         fn: a function, or what ``autocast`` made of one; its policy is the default then.
         args: of the call; ``jax.ShapeDtypeStruct`` will do for arrays.
         policy: as for ``autocast``; default ``"auto"``.
+        plan: as for ``autocast``.
         kwargs: of the call.
     """
     region = getattr(fn, "_castwise_region", None)
-    if policy is not None or region is None:
+    if policy is not None or plan is not None or region is None:
         inner = region.fn if region is not None else fn
-        region = _Region(inner, "auto" if policy is None else policy)
+        region = _Region(inner, "auto" if policy is None else policy, plan)
     records: list[Record] = []
     arrays, traceable = region.prepared(args, kwargs)
     outer = traceable.traced(arrays)[0].jaxpr
     call = region_call(outer)
-    rewriter = _recording(region.policy, records)
-    rewriter.whole(outer if call is None else call.params["jaxpr"].jaxpr)
+    jaxpr = outer if call is None else call.params["jaxpr"].jaxpr
+    if region.plan is not None:
+        region.plan.check_function(jaxpr)
+        region.plan.rewriter(records).whole(jaxpr)
+        return Report(None, tuple(_op_report(record) for record in records if record.given or record.result))
+    _recording(region.policy, records).whole(jaxpr)
     resolved = resolve(region.policy)
     return Report(resolved, tuple(_op_report(record) for record in records if record.given or record.result))
 

@@ -1,0 +1,173 @@
+"""A plan of a JAX function: the neutral plan, which function it belongs to, and the rewriting that follows it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from castwise import _files
+from castwise import plan as neutral
+from castwise._graph_index import Bools
+from castwise._pins import Cause, Pin
+from castwise.catalogue import load_catalogue
+from castwise.errors import PlanError
+from castwise.formats import parse_format
+from castwise.policy import Policy, Rule
+
+from ._dtypes import DType, dtype_of
+from ._rewrite import Rewriter
+from ._rules import Choice, rules_for
+from ._values import Record
+from .capture import OUT, castable_for
+
+__all__ = ["Plan", "as_jax", "structure_of"]
+
+_EQUATION = re.compile(r"\d+(/\d+)*")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(neutral.Plan):
+    """A ``castwise.plan.Plan`` of a JAX function.
+
+    Operations are named by the path of their equation (``3/0``); what a product of that name is rounded to is decided
+    by the operation ``3/0.out``.
+    """
+
+    structure: str = ""
+    """A digest of the traced function's operations, without sizes."""
+    rounded: frozenset[str] = frozenset()
+    """Products that are fastest in 16 bits with a wide result that is rounded afterwards."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of a call ("as written", "planned") as measured; empty where nothing was timed."""
+    error: float | None = None
+    """The relative root-mean-square error of the results as measured; None where the plan was not tried."""
+
+    def check_function(self, jaxpr: Jaxpr) -> None:
+        """Raise PlanError unless the plan was made for a function like this one."""
+        if structure_of(jaxpr) != self.structure:
+            raise PlanError(
+                "This plan was made for another function: JAX traces other operations for these arguments than it did "
+                "for those of the plan. Make one with castwise.jax.plan(fn, *args) for such arguments."
+            )
+
+    def rewriter(self, records: list[Record] | None = None) -> Rewriter:
+        """What rewrites the function as planned."""
+        wide = dtype_of(parse_format(self.wide))
+        return Rewriter(
+            _unplanned,
+            records=records,
+            castable=castable_for(self.fmt),
+            planned=self._choices(wide),
+            wide=wide,
+            rules=rules_for(Policy(format=parse_format(self.fmt).long_name)),
+        )
+
+    def _choices(self, wide: DType) -> dict[str, Choice]:
+        low, entries, found = dtype_of(parse_format(self.fmt)), load_catalogue().entries, {}
+        positions, causes = self.problem.graph.positions, self.causes
+        for position, op in enumerate(self.problem.graph.ops):
+            if not _EQUATION.fullmatch(op.id):
+                continue
+            entry, label, pin = entries.get(op.name), bool(self.labels[position]), self.problem.pins.get(position)
+            why = f"planned: {pin.reason if pin is not None else f'decided by {causes[position].value}'}"
+            stores = entry is not None and entry.stores_constant
+            if op.pin and not label:
+                found[op.id] = Choice(op.name, None, None, why, stores)
+                continue
+            result = positions.get(op.id + OUT)
+            rounds = low if result is not None and self.labels[result] else None
+            rule, dtype = (Rule.LOW, low) if label else (Rule.HIGH, wide)
+            kernel = label and result is not None and (rounds is None or op.id in self.rounded)
+            found[op.id] = Choice(op.name, rule, dtype, why, stores, wide_result=kernel, rounds=rounds)
+        return found
+
+    def relabelled(self, labels: Bools, reason: str) -> Self:
+        """The plan with other labels; ``reason`` says why to those that ask about the operations that changed."""
+        changed = {
+            position: Pin(bool(label), Cause.TIME, reason)
+            for position, (label, before) in enumerate(zip(labels, self.labels, strict=True))
+            if label != before
+        }
+        problem = self.problem.with_pins(changed)
+        return replace(self, problem=problem, labels=labels, error=None)
+
+    def timed(self, seconds: Mapping[str, float]) -> Self:
+        """The plan, with times of whole calls."""
+        return replace(self, seconds=dict(seconds))
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan and its whole problem as plain data for JSON."""
+        own = {"structure": self.structure, "rounded": sorted(self.rounded), "seconds": dict(self.seconds)}
+        return {**super().to_dict(), "jax": {**own, "error": self.error}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """The plan that ``to_dict`` described. Raises PlanError where the data is no plan of a JAX function."""
+        made = neutral.Plan.from_dict(data)
+        own: Any = data.get("jax")
+        try:
+            more = {**own, "rounded": frozenset(own["rounded"])}
+            return cls(**_fields(made), **more)
+        except (KeyError, TypeError) as error:
+            raise PlanError("This is no plan of a JAX function. Make one with castwise.jax.plan.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, atomically."""
+        _files.write_text(path, json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan file. Raises PlanError that names the file where it is no plan of a JAX function."""
+        neutral.Plan.load(path)  # its errors name the file
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except PlanError as error:
+            raise PlanError(f"{os.fspath(path)!r}: {error}") from error
+
+
+def _fields(made: neutral.Plan) -> dict[str, Any]:
+    return {one.name: getattr(made, one.name) for one in fields(neutral.Plan)}
+
+
+def as_jax(made: neutral.Plan, structure: str, rounded: frozenset[str]) -> Plan:
+    """A neutral plan as that of a JAX function."""
+    return Plan(**_fields(made), structure=structure, rounded=rounded)
+
+
+def _unplanned(primitive: str, layer: str) -> Choice:
+    """What is no operation of the plan: views follow their input, all else is as it was written."""
+    entry = load_catalogue().lookup("jax", primitive)
+    if primitive == "optimization_barrier":
+        return Choice(primitive, Rule.WIDEST, reason="passes on what it gets")
+    if entry is None or not entry.view:
+        return Choice(primitive, None, reason="not part of the plan: as written")
+    return Choice(entry.name, Rule.WIDEST, reason="a view follows its input", view=True)
+
+
+def structure_of(jaxpr: Jaxpr) -> str:
+    """A digest of a jaxpr's operations, at every depth, and of the dtypes and ranks between them; not of sizes."""
+    digest = hashlib.sha256()
+
+    def shown(atom: Any) -> str:
+        aval = atom.aval
+        return f"{getattr(aval, 'dtype', '')}{len(getattr(aval, 'shape', ()))}"
+
+    def walk(inner: Jaxpr) -> None:
+        digest.update(" ".join(map(shown, (*inner.constvars, *inner.invars))).encode())
+        for eqn in inner.eqns:
+            digest.update(f";{eqn.primitive.name} {[shown(atom) for atom in (*eqn.invars, *eqn.outvars)]}".encode())
+            for held in eqn.params.values():
+                for one in held if isinstance(held, tuple | list) else (held,):
+                    if isinstance(one, Jaxpr | ClosedJaxpr):
+                        walk(one.jaxpr if isinstance(one, ClosedJaxpr) else one)
+
+    walk(jaxpr)
+    return digest.hexdigest()
