@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from castwise._load import load_object
 from castwise.errors import StudyError
 from castwise.policy import Policy
 from castwise.study._torch_random import Feed, capture, seed_all, seeded
@@ -299,17 +299,14 @@ def test_a_seeded_block_restores_all_streams_after_an_error() -> None:
     assert capture()["python"] == before["python"]
 
 
-def load(name: str) -> Any:
-    where = importlib.util.spec_from_file_location(f"known_{name}", KNOWN / f"{name}.py")
-    assert where is not None
-    assert where.loader is not None
-    module = importlib.util.module_from_spec(where)
-    where.loader.exec_module(module)
-    return module
+def known(name: str) -> Any:
+    """A class of `known/`, as `file:Class`."""
+    file, _, task = name.partition(":")
+    return load_object(f"{KNOWN / file}.py:{task}")
 
 
 def test_layers_are_classified_in_the_order_they_run() -> None:
-    backend = TorchBackend(describe(load("healthy").Recall()), threads=1)
+    backend = TorchBackend(describe(known("healthy:Recall")()), threads=1)
     with backend.session():
         kinds = {layer.path: layer.kind for layer in backend.layers()}
     assert kinds["embedding"] == kinds["place"] == "embedding"
@@ -320,7 +317,7 @@ def test_layers_are_classified_in_the_order_they_run() -> None:
 
 
 def test_a_task_may_name_its_own_kinds_of_layers() -> None:
-    task = load("healthy").Recall()
+    task = known("healthy:Recall")()
     task.layers = {"head": ["place"], "norm": ["h*"]}
     backend = TorchBackend(describe(task), threads=1)
     with backend.session():
@@ -332,20 +329,17 @@ def test_a_task_may_name_its_own_kinds_of_layers() -> None:
     ("name", "fmt", "layer"), [("overflow:Overflow", "float16", "0"), ("mantissa:Mantissa", "bfloat16", "0")]
 )
 def test_the_layer_at_fault_is_the_one_that_is_blamed(name: str, fmt: str, layer: str) -> None:
-    module, _, task = name.partition(":")
-    backend = TorchBackend(describe(getattr(load(module), task)()), threads=1)
+    backend = TorchBackend(describe(known(name)()), threads=1)
     with backend.session():
         found = backend.blame(Arm("low", Policy.preset(fmt)), 0, None)
     assert found[0].path == layer
-    assert (found[0].overflow > 0.1) == (task == "Overflow")
+    assert (found[0].overflow > 0.1) == name.endswith("Overflow")
     assert math.fsum(blame.noise for blame in found) == pytest.approx(1.0)
     assert all(blame.overflow == 0 for blame in found[1:])
 
 
 def test_a_container_is_not_blamed_for_what_its_parts_do() -> None:
-    module = load("overflow")
-
-    class Nested(module.Overflow):  # type: ignore[misc, name-defined]
+    class Nested(known("overflow:Overflow")):  # type: ignore[misc]
         def model(self, seed: int = 0) -> nn.Module:
             inner = super().model(seed)
             return nn.Sequential(nn.Sequential(inner[0], inner[1]), nn.Sequential(inner[2], inner[3]))

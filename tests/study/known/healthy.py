@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
+from made import Batch, Classes, Made
 from torch import Tensor, nn
 from torch.nn import functional
 
-Batch = tuple[Tensor, Tensor]
 
-
-class _Made:
-    """What the tasks here share: data from a formula, batches of 32, a fixed held-out set."""
-
-    steps, seeds, evaluate_every, threads = 120, 3, 20, 1
-
-    def samples(self, count: int, seed: int) -> Batch:
-        raise NotImplementedError
-
-    def batches(self, seed: int = 0) -> Iterator[Batch]:
-        while True:
-            seed += 1000
-            yield self.samples(32, seed)
-
-    def validation(self) -> list[Batch]:
-        return [self.samples(256, 7)]
-
-
-class Regression(_Made):
-    """Fit a smooth function with a small network of tanh layers, by momentum SGD; no margin stated."""
+class Regression(Made):
+    """Fit a smooth function with a small network of tanh layers; no margin stated."""
 
     metric, direction = "squared error", "lower"
+    steps, seeds, evaluate_every = 120, 3, 20
 
     def samples(self, count: int, seed: int) -> Batch:
         x = torch.rand(count, 4, generator=torch.Generator().manual_seed(seed)) * 2 - 1
@@ -50,10 +31,12 @@ class Regression(_Made):
         return float(self.loss(model, self.validation()[0]))
 
 
-class Recall(_Made):
+class Recall(Classes):
     """Say which symbol came first in a sequence, with an embedding, attention, dropout and layer norm."""
 
-    metric, direction, margin = "accuracy", "higher", 0.05
+    margin = 0.05
+    steps, seeds, evaluate_every = 120, 3, 20
+    _batch, _held_out = 32, 256
 
     def samples(self, count: int, seed: int) -> Batch:
         codes = torch.randint(8, (count, 12), generator=torch.Generator().manual_seed(seed))
@@ -64,13 +47,6 @@ class Recall(_Made):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def evaluate(self, model: nn.Module) -> float:
-        codes, first = self.validation()[0]
-        return float((model(codes).argmax(1) == first).float().mean())
 
 
 class _Reader(nn.Module):
