@@ -12,12 +12,14 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops.map import map as map_
 from torch.utils.checkpoint import checkpoint
 
 from castwise.torch import Amp, autocast, custom_bwd, custom_fwd, emulation, register_op
 from castwise.torch._rules import rules_for
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Function = Callable[..., Any]
 # The compiler's own: while it looks at parameters, at custom Functions, and on importing its code generator.
 pytestmark = [
@@ -112,6 +114,38 @@ class RegisteredProduct(Product):
 register_op(RegisteredProduct, "low")
 
 
+class WideProduct(Product):
+    """Wide forward and backward, whatever the region."""
+
+    forward = staticmethod(custom_fwd(device_type="cpu", cast_inputs=FP32)(Product.forward))
+    backward = staticmethod(custom_bwd(device_type="cpu")(Product.backward))
+
+
+class HalfProduct(Product):
+    """Forward and backward under a policy of its own."""
+
+    forward = staticmethod(custom_fwd(device_type="cpu", policy="float16")(Product.forward))
+    backward = staticmethod(custom_bwd(device_type="cpu", policy="float16")(Product.backward))
+
+
+@torch.library.custom_op("castwise_tests::mm", mutates_args=())
+def custom_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+@custom_mm.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+register_op(custom_mm, "low")
+
+
+@torch.compiler.nested_compile_region
+def nested_region(x: torch.Tensor) -> torch.Tensor:
+    return LAYER(x)
+
+
 def _twice(x: torch.Tensor) -> torch.Tensor:
     return LAYER(torch.tanh(LAYER(x)))
 
@@ -133,12 +167,27 @@ BODIES: dict[str, tuple[Function, int]] = {
     "Function": (lambda x: Product.apply(x, WEIGHT), 3),
     "Function with setup_context": (lambda x: ProductWithSetup.apply(x, WEIGHT), 3),
     "decorated Function": (lambda x: DecoratedProduct.apply(x, WEIGHT), 3),
+    "registered Function": (lambda x: RegisteredProduct.apply(x, WEIGHT), 3),
+    "registered op": (lambda x: custom_mm(x, WEIGHT), 1),
+    "overload": (lambda x: torch.ops.aten.mm.default(x, WEIGHT), 1),
+    "while_loop": (
+        lambda x: while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, LAYER(y).float()), (torch.tensor(0), x.detach())),
+        1,
+    ),
+    "scan": (lambda x: scan(lambda carry, y: (LAYER(carry + y).float(), y * 2), torch.zeros(4), x.detach()), 1),
+    "associative_scan": (
+        lambda x: associative_scan(torch.matmul, torch.eye(4).repeat(4, 1, 1), 0, combine_mode="generic"),
+        2,
+    ),
+    "map": (lambda x: map_(LAYER, x), 1),
+    "nested_compile_region": (lambda x: nested_region(nested_region(x).float()), 2),
     "Function in a checkpoint": (
         lambda x: checkpoint(lambda y: DecoratedProduct.apply(y, WEIGHT), x, use_reentrant=False),
         3,
     ),
 }
 REGIONS = ["inside", "outside"]
+SLOW = ("while_loop", "scan", "associative_scan", "map")  # to compile; one of the regions is enough
 
 
 def _compiled(function: Function, region: str, backend: Any) -> Function:
@@ -164,13 +213,42 @@ def _compiled(function: Function, region: str, backend: Any) -> Function:
     return torch.compile(body, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("region", REGIONS)
-@pytest.mark.parametrize("case", BODIES)
+@pytest.mark.parametrize(
+    ("case", "region"), [(c, r) for c in BODIES for r in REGIONS if r == "outside" or c not in SLOW]
+)
 def test_products_in_bodies_of_ops_are_low(case: str, region: str) -> None:
     function, products = BODIES[case]
     graphs = Graphs()
     _compiled(function, region, graphs)(torch.randn(3, 4, requires_grad=True))
-    assert graphs.formats() == [BF16] * products
+    assert len(graphs.formats()) >= products and set(graphs.formats()) == {BF16}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("function", [WideProduct, HalfProduct])
+def test_a_custom_function_with_a_format_of_its_own_keeps_it_in_compiled_code(function: Any, region: str) -> None:
+    graphs, want = Graphs(), FP32 if function is WideProduct else FP16
+    _compiled(lambda x: function.apply(x, WEIGHT), region, graphs)(torch.randn(3, 4, requires_grad=True))
+    assert graphs.formats() == [want] * 3
+
+
+@pytest.mark.parametrize("function", [DecoratedProduct, RegisteredProduct, WideProduct])
+def test_custom_functions_are_cast_where_the_compiler_leaves_them_alone(function: Any) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", dtype=BF16):
+            print(end="")
+            y = function.apply(x, WEIGHT)
+            print(end="")
+            return y
+
+    results = []
+    for run in (broken, torch.compile(broken, backend="eager")):
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        y = run(x)
+        y.float().sum().backward()
+        results.append((y, x.grad))
+    assert results[0][0].dtype is results[1][0].dtype is (FP32 if function is WideProduct else BF16)
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("region", ["decorated", "amp"])

@@ -35,7 +35,7 @@ from ._traced import (
     as_is,
     as_is_inside,
     at_trace_time,
-    bodies_inside,
+    call_inside,
     in_compiled_graph,
     traced_by_dynamo,
 )
@@ -177,9 +177,7 @@ class Region(TorchFunctionMode):
         if call is None:
             return trace_as(func)(*args, **kwargs)
         if call.bodies:
-            with self:  # bodies may change the stack only if it was changed before them
-                pass
-            return func(*bodies_inside(self, args), **kwargs)
+            return call_inside(self, call.name, func, args, kwargs)
         if call.untold or not self.enabled or _autocast_depth() > self._depth:
             return func(*args, **kwargs)
         if call.descend is not None:

@@ -11,6 +11,8 @@ import torch
 from castwise.errors import CatalogueError, did_you_mean
 from castwise.formats import parse_format
 
+from ._traced import as_is_inside
+
 Function = Callable[..., Any]
 
 _RULES: dict[Any, str] = {}
@@ -71,6 +73,7 @@ def _register_function(cls: type[torch.autograd.Function], setting: str) -> None
     plain = getattr(cls, "_castwise_plain_apply", None) or cls.apply
 
     @functools.wraps(plain)
+    @as_is_inside
     def apply(*args: Any, **kwargs: Any) -> Any:
         from ._region import current_region
         from .autocast import autocast

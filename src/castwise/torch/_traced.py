@@ -4,7 +4,7 @@ The tracer inlines a region's handler into the graph that it builds, so the cast
 things are particular to it:
 
 - It runs the bodies of higher-order ops (checkpointed functions, branches, loops) as part of the op's call, and by then
-  it has taken the region off the stack. `bodies_inside` puts the region around each body.
+  it has taken the region off the stack. `call_inside` puts the region around each body.
 - Where it gives a function up, the function runs as usual, and the tracer tries every frame that the function calls.
   A handler, or the entering of a region, that was compiled as such a frame of its own would take itself for traced
   code and leave a region that is half there. `as_is` and `as_is_inside` forbid that.
@@ -14,6 +14,7 @@ things are particular to it:
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -53,20 +54,39 @@ def at_trace_time(function: F) -> F:
 # ---- bodies of higher-order ops --------------------------------------------------------------------------------------
 
 
-def bodies_inside(mode: AbstractContextManager[Any], tree: Any) -> Any:
-    """The arguments of a higher-order op, each function among them made to run inside `mode`."""
+class _Body:
+    """A function that runs inside a mode. An object, as some ops look for constants in a function's closure."""
+
+    def __init__(self, mode: AbstractContextManager[Any], function: Callable[..., Any]) -> None:
+        self.mode = mode
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.mode:
+            return self.function(*args, **kwargs)
+
+
+def call_inside(
+    mode: AbstractContextManager[Any], name: str, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a higher-order op so that the functions among its arguments run inside `mode`."""
+    with mode:  # bodies may change the stack of modes only if it was changed before them
+        if name == _REGION_COMPILED_ONCE:  # which takes plain functions alone: the body becomes part of the graph
+            return args[0](*args[1:], **kwargs)
+    return op(*_inside(mode, args), **kwargs)
+
+
+_REGION_COMPILED_ONCE = "invoke_subgraph"  # torch.compiler.nested_compile_region
+
+
+def _inside(mode: AbstractContextManager[Any], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return tree
     if type(tree) is tuple:
-        return tuple([bodies_inside(mode, a) for a in tree])
-    if not callable(tree):
-        return tree
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return tree(*args, **kwargs)
-
-    return body
+        return tuple([_inside(mode, a) for a in tree])
+    if isinstance(tree, functools.partial):
+        return functools.partial(_Body(mode, tree.func), *tree.args, **tree.keywords)
+    return _Body(mode, tree) if callable(tree) else tree
 
 
 # ---- compiled graphs -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 from collections.abc import AsyncIterator, Callable, Generator
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -54,17 +55,16 @@ def _dtype_policy(device_type: str, dtype: torch.dtype | None) -> Policy:
     return Policy.preset(fmt.long_name)
 
 
-_RULES: dict[
-    str, Rules
-] = {}  # by name, as a compiler can follow a name to an object but not a constant it did not make
+# Rules by name, as attributes: a compiler can follow a name to an object, but not a constant that it did not make.
+_RULES = types.SimpleNamespace()
 
 
 @at_trace_time
 def _named_rules(device_type: str, dtype: torch.dtype | None, policy: Any) -> str:
     """The name in `_RULES` of the rules of an `autocast` call. A compiler evaluates this while tracing."""
     rules = _rules_of(device_type, dtype, policy)
-    name = f"{device_type}-{id(rules)}"
-    _RULES[name] = rules
+    name = f"{device_type}_{id(rules)}"
+    setattr(_RULES, name, rules)
     return name
 
 
@@ -125,7 +125,9 @@ class autocast:
         self.cache_enabled = True if cache_enabled is None else cache_enabled
         self.debug = debug
         self.log = log
-        self.rules = _RULES[_named_rules(self.device, dtype if enabled else None, policy if enabled else None)]
+        self.rules: Rules = getattr(
+            _RULES, _named_rules(self.device, dtype if enabled else None, policy if enabled else None)
+        )
         self._entered: list[tuple[int, Region]] = []
         self._traced: list[Region] = []
 

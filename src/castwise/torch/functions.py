@@ -28,6 +28,7 @@ from castwise.policy import Policy
 
 from ._region import Region, current_region
 from ._region import _autocast_depth as autocast_depth
+from ._traced import as_is_inside, traced_by_dynamo
 from .autocast import autocast, default_device_type
 
 Function = Callable[..., Any]
@@ -73,9 +74,8 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs, policy=policy)
 
     @functools.wraps(fwd)
+    @as_is_inside
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and cast_inputs is None and policy is None:
-            return fwd(*args, **kwargs)  # the tracer keeps the surrounding region for the backward by itself
         note = _forward_note(device_type)
         if note.region is None:
             _leave_note(args, note)
@@ -85,7 +85,7 @@ def custom_fwd(
             return fwd(*args, **kwargs)
         if cast_inputs is not None:
             _leave_note(args, _Forward(note.device_type, None))
-            mapped = functools.partial(note.region.casting._mapped, cast=_to(cast_inputs), dtypes=_CAST)
+            mapped = functools.partial(note.region.casting._mapped, cast=_to(cast_inputs), dtypes=_CAST - {cast_inputs})
             with autocast(note.device_type, enabled=False):
                 return fwd(*mapped(args), **mapped(kwargs))
         if policy is not None:
@@ -115,9 +115,8 @@ def custom_bwd(
         return functools.partial(custom_bwd, device_type=device_type, policy=policy)
 
     @functools.wraps(bwd)
+    @as_is_inside
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and policy is None:
-            return bwd(*args, **kwargs)
         note = getattr(args[0], _NOTE, None)
         if note is None:
             raise CastwiseError(
@@ -144,6 +143,9 @@ def _forward_note(device_type: str | None) -> _Forward:
 
 def _leave_note(args: tuple[Any, ...], note: _Forward) -> None:
     """Write the note on ctx, if there is one: a forward that goes with `setup_context` has none."""
+    if traced_by_dynamo() and note.region is not None:
+        with note.region:  # a traced backward may change the stack only if it was changed before
+            pass
     if args and hasattr(args[0], "save_for_backward"):
         setattr(args[0], _NOTE, note)
 
