@@ -56,6 +56,7 @@ COMMANDS = {
         main="main_advise",
     ),
     "plan": Command("castwise._plan_cli", "decide the format of every operation of a torch model", extra="torch"),
+    "watch": Command("castwise.watch.cli", "show a run that is being logged, in the terminal or as an HTML page"),
     "convert": Command("castwise.onnx.cli", "convert an ONNX model to mixed precision, and check it", extra="onnx"),
     "verify": Command(
         "castwise.onnx.cli",

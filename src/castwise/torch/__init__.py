@@ -13,6 +13,7 @@ from .apply import apply  # noqa: E402
 from .autocast import autocast, is_autocast_enabled, refresh  # noqa: E402
 from .capture import CaptureError  # noqa: E402
 from .functions import custom_bwd, custom_fwd  # noqa: E402
+from .guard_metrics import watch  # noqa: E402
 from .inference import compile, for_inference  # noqa: E402
 from .lion import Lion  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
@@ -36,4 +37,5 @@ __all__ = [
     "plan",
     "refresh",
     "register_op",
+    "watch",
 ]

@@ -7,20 +7,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from castwise.guard import Finding
+from torch import nn
+
+from castwise.guard import Finding, Raised
 from castwise.policy import Policy
 from castwise.watch.events import Event
 
 from . import checkpoint
+from ._layers import LayerHooks
+from ._rules import Rules, rules_for
 from .guard import Guard
-from .guard_remedy import policy_comment
+from .guard_remedy import policy_comment, with_raised
 
 
 class Watched:
     """The part of `Amp` that reports and saves."""
 
+    model: nn.Module
     policy: Policy
+    device_type: str
+    _asked: Policy
     _guard: Guard | None
+    _layers: LayerHooks | None
+    _rules: Rules
+
+    def _raise_layers(self, raised: tuple[Raised, ...]) -> None:
+        """Put the policy that was asked for in force, with the guard's raised layers on top."""
+        self.policy = with_raised(self._asked, raised)
+        self._rules = rules_for(self.policy, self.device_type)
+        if self._layers is not None:
+            self._layers.remove()
+        self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
 
     @property
     def events(self) -> list[Event]:

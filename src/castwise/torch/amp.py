@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 
 from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
 from castwise.formats import parse_format
-from castwise.guard import Raised
 from castwise.plan import Plan
 from castwise.policy import WEIGHTS, Policy
 from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
@@ -48,7 +47,7 @@ from ._watched import Watched
 from .apply import apply
 from .devices import resolve, tf32
 from .guard import Guard
-from .guard_remedy import with_raised
+from .guard_metrics import Watcher
 
 __all__ = ["Amp", "StepResult"]
 
@@ -135,6 +134,7 @@ class Amp(Watched):
         self._begun = False
         self._unscaled: torch.Tensor | None = None
         self._entered = threading.local()
+        self._observers: list[Watcher] = []
         self._guard = Guard(self, self._raise_layers) if self.policy.guard.enabled else None
 
     def _keep_scale_on_device(self) -> DeviceScale | None:
@@ -192,6 +192,8 @@ class Amp(Watched):
         if not self._begun:
             self._begin()
         try:
+            for observer in self._observers:
+                observer.loss(loss)
             watched = self._guard.backward(loss) if self._guard is not None else nullcontext()
             with tf32(self.device_type, self.policy.tf32), watched:
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -260,11 +262,16 @@ class Amp(Watched):
             scale = float("nan") if self._on_device is not None else self._state.scale
             return StepResult(False, float("nan"), scale, reason, self.emulated)
         values = values_of(self._wide.parameters())
+        for observer in self._observers:
+            observer.gradients(self, self.loss_scale if self._unscaled is None else 1.0)
         try:
             if not values:
                 log.warning("no parameter of the optimizer has a gradient: nothing was stepped")
                 return StepResult(False, 0.0, self.loss_scale, "no parameter has a gradient", self.emulated)
-            return self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
+            result = self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
+            for observer in self._observers:
+                observer.finished(self, result)
+            return result
         finally:
             self._forget_gradients(counts=True)
 
@@ -302,14 +309,6 @@ class Amp(Watched):
             return "", False
         self._state = replace(self._state, scale=scale)
         return f"gradients are not finite, step skipped; {self._guard.events[-1].message}", True
-
-    def _raise_layers(self, raised: tuple[Raised, ...]) -> None:
-        """Put the policy that was asked for in force, with the guard's raised layers on top."""
-        self.policy = with_raised(self._asked, raised)
-        self._rules = rules_for(self.policy, self.device_type)
-        if self._layers is not None:
-            self._layers.remove()
-        self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
 
     def _step_optimizer(self, divisor: float) -> None:
         self._stepper.step(divisor)

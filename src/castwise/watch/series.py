@@ -1,0 +1,55 @@
+"""A run's records put in order: one series of numbers per metric, and the events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .sinks import Record, numbers
+
+__all__ = ["Run", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Run:
+    """What has been read of a run so far. A step that was logged twice (after a resume) keeps its last record."""
+
+    def __init__(self) -> None:
+        self.series: dict[str, dict[int, float]] = {}
+        self.events: list[dict[str, Any]] = []
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Take in more records, in the order in which they were written."""
+        for record in records:
+            if "event" in record:
+                self.events.append(dict(record))
+                continue
+            for name, value in numbers(record).items():
+                self.series.setdefault(name, {})[int(record["step"])] = value
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        steps = [max(values) for values in self.series.values() if values] + [int(e["step"]) for e in self.events]
+        return max(steps, default=0)
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """A metric's values by step."""
+        return sorted(self.series[name].items())
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Values as a row of bars, averaged to at most `width`; where one was not finite, a ×."""
+    if not values:
+        return ""
+    bins = min(width, len(values))
+    groups = [values[i * len(values) // bins : (i + 1) * len(values) // bins] for i in range(bins)]
+    # Halved, so that the distance of the largest floats from each other is one too.
+    means = [math.nan if any(not math.isfinite(v) for v in g) else sum(v / 2 / len(g) for v in g) for g in groups]
+    finite = [m for m in means if math.isfinite(m)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    span = high - low
+    top = len(_BARS) - 1
+    return "".join("×" if math.isnan(m) else _BARS[round((m - low) / span * top) if span > 0 else 0] for m in means)
