@@ -1,10 +1,11 @@
-"""A step that goes through the weights once: unscale, clip, update, round, refresh kept casts, piece by piece.
+"""A step in few passes over memory: unscaling and clipping are one division inside the update, casts follow it.
 
 An optimizer of torch's reads and writes gradients, weights and state in passes of their own, as do unscaling, clipping
-and the casts of the next forward. Here each piece of a weight that fits the processor's cache goes through all of it
-before the next piece is looked at, so that memory is passed over once; and float32 values of 16-bit weights and
-states exist for one piece at a time. On other devices than CPUs, pieces are large and hold many weights, so that few
-kernels are launched.
+and the casts of the next forward. Here the update divides gradients as it reads them, and what has to be rounded is
+rounded piece by piece: float32 values of 16-bit weights, gradients and states exist for one piece at a time.
+
+Pieces are not small: on CPUs each operation ends in a barrier of all threads, and on a busy machine that costs more
+than what the cache saves (measured by benchmarks/optimizers.py). Weights that need no working memory are not cut.
 
 What this steps must be an exact type of `_updates.UPDATES`, without step hooks, of dense real gradients; everything
 else is stepped by the optimizer itself.
@@ -27,7 +28,7 @@ from ._remainders import narrow, round_stochastic, widen
 from ._updates import UPDATES, Piece, State, Update, nothing
 from .weights import WideWeights
 
-_CPU_PIECE = 1 << 17  # weights; with gradient and two moments 2 MiB
+_CPU_PIECE = 1 << 20  # weights: 4 MiB of working memory for each of gradient, weight and moments
 _DEVICE_PIECE = 1 << 26  # weights; enough that launching kernels takes no time
 _WORTH = 1 << 16  # values per weight; below, what a weight costs in Python is more than a pass over it saves
 
@@ -140,7 +141,7 @@ class FusedStep:
             for w in weights:
                 update.count(w.state, found_inf)
             for _, alike in groupby(weights, key=lambda w: (w.weight.device, w.first)):
-                for parts in _pieces(list(alike), update.elementwise):
+                for parts in self._pieces(list(alike), update, divisor):
                     self._step_piece(update, parts, group, divisor, found_inf)
         # torch's fused updates write behind the version counter, by which kept casts know their age.
         torch.autograd.graph.increment_version(stepped)
@@ -184,7 +185,22 @@ class FusedStep:
             return torch.empty_like(like, dtype=self.state_dtype, requires_grad=False).copy_(state)
         return state
 
-    # ---- one piece ----
+    # ---- pieces ----
+
+    def _pieces(self, weights: list[_Weight], update: Update, divisor: float | torch.Tensor) -> Iterator[list[_Weight]]:
+        """Groups of weights, or of parts of them where working memory has to be bounded."""
+        if not update.elementwise:
+            yield from ([w] for w in weights)
+        elif not self._needs_room(weights, update, divisor):
+            yield weights
+        else:
+            yield from _cut(weights, _limit(weights[0].weight.device))
+
+    def _needs_room(self, weights: list[_Weight], update: Update, divisor: float | torch.Tensor) -> bool:
+        scaled = isinstance(divisor, torch.Tensor) or divisor != 1.0
+        if self.state_dtype is not torch.float32 or (scaled and not update.divides):
+            return True
+        return any(w.weight.dtype is not torch.float32 or w.gradient.dtype is not torch.float32 for w in weights)
 
     def _step_piece(
         self,
@@ -210,7 +226,7 @@ class FusedStep:
     def _gradients(
         self, parts: Sequence[_Weight], divisor: float | torch.Tensor, divides: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Gradients in float32, and what the update still has to divide them by; copies where they are not as needed."""
+        """Gradients in float32, copies where needed; and what the update still has to divide them by."""
         given = [w.gradient for w in parts]
         scaled = isinstance(divisor, torch.Tensor) or divisor != 1.0
         wide = all(g.dtype is torch.float32 for g in given)
@@ -289,19 +305,12 @@ class FusedStep:
         self._scratch.clear()
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
-
-
 def _limit(device: torch.device) -> int:
     return _CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE
 
 
-def _pieces(weights: list[_Weight], elementwise: bool) -> Iterator[list[_Weight]]:
-    """Groups of weights, or of parts of them, of a size that suits the device."""
-    if not elementwise:
-        yield from ([w] for w in weights)
-        return
-    limit = _limit(weights[0].weight.device)
+def _cut(weights: list[_Weight], limit: int) -> Iterator[list[_Weight]]:
+    """Groups of flat weights of `limit` values in all, those that do not fit in parts."""
     piece: list[_Weight] = []
     room = limit
     for w in weights:

@@ -23,6 +23,7 @@ Options = Mapping[str, Any]
 class Piece:
     """Parts of some parameters of one group, of equal device, to be updated together.
 
+    Gradients are still to be divided by `divisor`, if it is there: only updates that say so get one.
     `states` holds, for each name of per-weight state, one tensor for each weight. All are float32. `first` says that
     the state was made for this step.
     """
@@ -32,6 +33,7 @@ class Piece:
     states: dict[str, list[torch.Tensor]]
     whole: list[State]
     options: Options
+    divisor: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     first: bool = False
 
@@ -51,6 +53,7 @@ class Update:
         count: called once per parameter and step, before its pieces are updated.
         nearest: names of state that is rounded to nearest where it is kept in 16 bits; the rest is rounded at random.
         elementwise: whether parts of a weight may be updated apart.
+        divides: whether the update divides gradients by a divisor as it reads them.
         skips: whether `found_inf` on the device makes the update do nothing.
         supports: whether a group's options are ones that this update has.
     """
@@ -61,6 +64,7 @@ class Update:
     count: Callable[[State, torch.Tensor | None], None] = field(default=lambda _state, _found_inf: None)
     nearest: frozenset[str] = frozenset()
     elementwise: bool = True
+    divides: bool = False
     skips: bool = True
     supports: Callable[[Options], bool] = lambda _options: True
 
@@ -81,6 +85,7 @@ def _sgd(piece: Piece) -> None:
         nesterov=o["nesterov"],
         maximize=o["maximize"],
         is_first_step=piece.first,
+        grad_scale=piece.divisor,
         found_inf=piece.found_inf,
     )
 
@@ -105,6 +110,7 @@ def _adam(piece: Piece) -> None:
         eps=o["eps"],
         amsgrad=o["amsgrad"],
         maximize=o["maximize"],
+        grad_scale=piece.divisor,
         found_inf=piece.found_inf,
     )
 
@@ -193,11 +199,13 @@ def _plain(o: Options) -> bool:
     return not (o.get("differentiable") or o.get("capturable") or o.get("foreach")) and o.get("fused") is not False
 
 
-_ADAM = Update(_adam, _adam_names, _begin_count, _count, nearest=frozenset({"max_exp_avg_sq"}), supports=_plain)
+_ADAM = Update(
+    _adam, _adam_names, _begin_count, _count, nearest=frozenset({"max_exp_avg_sq"}), divides=True, supports=_plain
+)
 
 #: The exact types that are stepped so. A subclass may mean something else by `step`.
 UPDATES: dict[type[Optimizer], Update] = {
-    SGD: Update(_sgd, lambda o: ("momentum_buffer",) if o["momentum"] else (), supports=_plain),
+    SGD: Update(_sgd, lambda o: ("momentum_buffer",) if o["momentum"] else (), divides=True, supports=_plain),
     Adam: _ADAM,
     AdamW: _ADAM,
     Lion: Update(_lion, lambda _o: ("exp_avg",), skips=False),
