@@ -10,6 +10,7 @@ Works on anything with ``named_modules`` and ``named_parameters`` and reads clas
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +38,9 @@ __all__ = [
 # scaled for OPT-175B (arXiv:2205.01068) and a 104B predecessor of BLOOM (arXiv:2211.05100); ten years of smaller ones
 # were trained in fp16. The line between is drawn low: bf16 costs a large transformer nothing.
 LARGE_TRANSFORMER = 1_000_000_000
+
+
+_log = logging.getLogger("castwise.advise")
 
 
 class Need(StrEnum):
@@ -130,8 +134,17 @@ def traits_of(model: Any, name: str = "") -> ModelTraits:
     if functional and not kinds["attention"]:
         kinds["attention"] = functional
     dtypes: Counter[str] = Counter()
+    shapeless = 0
     for _, parameter in model.named_parameters():
+        if hasattr(parameter, "materialize"):  # of a lazy module, whose sizes its first input decides
+            shapeless += 1
+            continue
         dtypes[_format_name(parameter.dtype)] += int(parameter.numel())
+    if shapeless:
+        _log.warning(
+            "%s: %d parameters of lazy modules have no size yet and are left out; run a batch through the model first",
+            name or type(model).__name__, shapeless,
+        )  # fmt: skip
     config = getattr(model, "config", None)
     words.update(_words(str(getattr(config, "model_type", ""))))
     return ModelTraits(
@@ -154,12 +167,17 @@ def _kind(module: Any) -> str:
 def _shape(path: str, module: Any) -> LayerShape | None:
     kind = type(module).__name__
     if all(isinstance(getattr(module, key, None), int) for key in ("in_features", "out_features")):
-        return LayerShape(path, kind, (("in_features", module.in_features), ("out_features", module.out_features)))
+        return _sized(path, kind, in_features=module.in_features, out_features=module.out_features)
     if all(isinstance(getattr(module, key, None), int) for key in ("in_channels", "out_channels", "groups")):
         if module.groups > 1:  # grouped products are small whatever the channels; depthwise ones use no matrix unit
             return None
-        return LayerShape(path, kind, (("in_channels", module.in_channels), ("out_channels", module.out_channels)))
+        return _sized(path, kind, in_channels=module.in_channels, out_channels=module.out_channels)
     return None
+
+
+def _sized(path: str, kind: str, **dims: int) -> LayerShape:
+    """A layer with the sizes that are known: a lazy module has 0 where its first input decides."""
+    return LayerShape(path, kind, tuple((name, size) for name, size in dims.items() if size > 0))
 
 
 def _words(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from castwise import _advice_text
+from castwise._extras import require
 from castwise._gemm import GemmRates, measured_rates
 from castwise._load import LoadError, build_model, is_object_spec, load_object
 from castwise._traits import ModelTraits, Need, Reading, ShapeMiss, misaligned, need_of, read_model, traits_of
@@ -292,7 +293,13 @@ def load_traits(spelled: str) -> ModelTraits:
             f"or name a model as path/to/file.py:Name."
         )
     module, _, name = built_in[spelled].partition(":")
+    require("torch", extra="study")  # the built-in tasks are torch's
     return traits_of(build_model(getattr(importlib.import_module(module), name), spelled), name=spelled)
+
+
+def _is_task(spelled: str) -> bool:
+    """Whether ``castwise study`` would take it: a model alone has no batches to train on."""
+    return not is_object_spec(spelled) or callable(getattr(load_object(spelled), "batches", None))
 
 
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
@@ -322,5 +329,6 @@ def main_advise(args: argparse.Namespace) -> int:
         deploy=args.deploy,
         measured=measured_rates(device, refresh=args.refresh) if here else None,
     )
-    print(json.dumps(advice.to_dict(), indent=2) if args.json else _advice_text.format_advice(advice, args.task))
+    task = args.task if args.task and _is_task(args.task) else None
+    print(json.dumps(advice.to_dict(), indent=2) if args.json else _advice_text.format_advice(advice, task))
     return 0

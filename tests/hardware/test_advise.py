@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -362,3 +363,35 @@ def test_built_in_tasks_are_read() -> None:
     digits, text = load_traits("digits"), load_traits("text")
     assert digits.has("conv") and not digits.has("attention")
     assert text.has("attention")
+
+
+def test_a_study_is_proposed_of_a_task_and_not_of_a_model_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(3, 4)\n"
+        "class Mine:\n    def model(self, seed): return Net()\n    def batches(self, seed): return []\n"
+    )
+    assert run(f"{path}:Net", "--device", "t4") == 0
+    assert "castwise study TASK " in capsys.readouterr().out
+    assert run(f"{path}:Mine", "--device", "t4") == 0
+    assert f"castwise study {path}:Mine " in capsys.readouterr().out
+
+
+def test_lazy_modules_are_read_as_far_as_their_sizes_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    found = traits_of(
+        nn.Sequential(nn.LazyConv2d(12, 3), nn.LazyLinear(10), nn.Linear(10, 10, bias=False)), name="lazy"
+    )
+    assert found.parameters == 100
+    assert [layer.dims for layer in found.layers[:2]] == [(("out_channels", 12),), (("out_features", 10),)]
+    assert "lazy: 4 parameters of lazy modules have no size yet" in caplog.text
+
+
+def test_a_built_in_task_without_torch_names_the_extra(run_python: Any) -> None:
+    done = run_python(
+        "import sys; from castwise.cli import main; sys.exit(main(['advise', 'digits', '--device', 't4']))",
+        hidden="name == 'torch'",
+    )
+    assert done.returncode == 1
+    assert "pip install 'castwise[study]'" in done.stderr
