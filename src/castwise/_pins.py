@@ -185,8 +185,10 @@ def _catalogue_pins(graph: Graph, fmt: str, risks: Risks, entries: Mapping[str, 
     safe -= {name for name, entry in entries.items() if entry.hazards.get(fmt)}
     if wide_of(fmt) == "fp64":  # what the catalogue keeps wide, it keeps in fp32
         safe = {*entries}
+    # A factorization's pivots belong to the factors that come with them: others are as good.
+    linalg = {name for name, entry in entries.items() if entry.op_class is OpClass.LINALG}
     for position, op in enumerate(graph.ops):
-        if asked_for[position]:
+        if asked_for[position] and op.name not in linalg:
             reason = "its integer result changes where rounding makes or breaks a tie"
         elif op.name in safe:
             continue
