@@ -18,8 +18,19 @@ _extras.require("onnx", extra="onnx")
 
 from castwise.onnx._convert import Conversion, convert  # noqa: E402
 from castwise.onnx._errors import ConversionError  # noqa: E402
+from castwise.onnx._export import Exported, export  # noqa: E402
 from castwise.onnx._report import Report  # noqa: E402
 from castwise.onnx._targets import TARGETS  # noqa: E402
 from castwise.onnx._verify import Verification, verify  # noqa: E402
 
-__all__ = ["TARGETS", "Conversion", "ConversionError", "Report", "Verification", "convert", "verify"]
+__all__ = [
+    "TARGETS",
+    "Conversion",
+    "ConversionError",
+    "Exported",
+    "Report",
+    "Verification",
+    "convert",
+    "export",
+    "verify",
+]
