@@ -57,6 +57,9 @@ COMMANDS = {
     ),
     "plan": Command("castwise._plan_cli", "decide the format of every operation of a torch model", extra="torch"),
     "watch": Command("castwise.watch.cli", "show a run that is being logged, in the terminal or as an HTML page"),
+    "compare": Command(
+        "castwise.watch.compare_cli", "run a step in float32 beside other precisions, layer by layer", extra="torch"
+    ),
     "convert": Command("castwise.onnx.cli", "convert an ONNX model to mixed precision, and check it", extra="onnx"),
     "verify": Command(
         "castwise.onnx.cli",

@@ -12,6 +12,7 @@ from .amp import Amp, StepResult  # noqa: E402
 from .apply import apply  # noqa: E402
 from .autocast import autocast, is_autocast_enabled, refresh  # noqa: E402
 from .capture import CaptureError  # noqa: E402
+from .compare import compare  # noqa: E402
 from .functions import custom_bwd, custom_fwd  # noqa: E402
 from .guard_metrics import watch  # noqa: E402
 from .inference import compile, for_inference  # noqa: E402
@@ -29,6 +30,7 @@ __all__ = [
     "StepResult",
     "apply",
     "autocast",
+    "compare",
     "compile",
     "custom_bwd",
     "custom_fwd",

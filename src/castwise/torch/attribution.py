@@ -28,7 +28,7 @@ __all__ = ["attribute", "float32_region", "live_finding", "outside", "root_findi
 _DIVIDE = frozenset({"div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "rsqrt_"})
 
 
-class _Entering(AbstractContextManager[None]):
+class Entering(AbstractContextManager[None]):
     def __init__(self, region: Region) -> None:
         self.region = region
 
@@ -42,7 +42,7 @@ class _Entering(AbstractContextManager[None]):
 def float32_region(device_type: str) -> Context:
     """Regions in which everything computes in float32."""
     rules = rules_for(Policy.preset("float32"), device_type)
-    return lambda: _Entering(Region(rules, CastCache(capacity=0)))
+    return lambda: Entering(Region(rules, CastCache(capacity=0)))
 
 
 def attribute(

@@ -57,7 +57,7 @@ class Replay:
             context: gives the region to repeat it in.
             factor: the gradients of its outputs are multiplied by it; a power of two changes nothing else.
         """
-        with self._undisturbed(call):
+        with self.undisturbed(call):
             args, kwargs, cut = _fresh(call)
             inputs = [("input", name, x) for name, x in [*tensors_in(args), *tensors_in(kwargs)]]
             trace = Trace(self.model, [*self.weights(), *inputs])
@@ -88,7 +88,7 @@ class Replay:
             totals = []
             for _ in range(2):
                 spent.clear()
-                with self._undisturbed(call), torch.no_grad():
+                with self.undisturbed(call), torch.no_grad():
                     args, kwargs, _ = _fresh(call)
                     self._run(call, args, kwargs, context, None)
                 totals.append(sum(spent))
@@ -134,7 +134,7 @@ class Replay:
             yield "buffer", name, b
 
     @contextlib.contextmanager
-    def _undisturbed(self, call: Call) -> Iterator[None]:
+    def undisturbed(self, call: Call) -> Iterator[None]:
         """Inside, the step's random numbers and buffers; afterwards all is as it was, compiled code included."""
         states = generators()
         buffers = {name: (b, b.detach().clone()) for name, b in self.model.named_buffers()}

@@ -1,0 +1,202 @@
+"""`compare`: one step in float32 and in a policy's formats, layer by layer, forward and backward.
+
+    print(castwise.torch.compare(model, inputs, "float16"))
+
+Each layer that computes is looked at twice: as it runs inside the whole model, and by itself on float32's own inputs.
+The second tells what the layer adds; running it in float32 on inputs and weights that were rounded first tells how much
+of that is due to casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.errors import PolicyError
+from castwise.policy import Policy
+from castwise.watch.comparison import Comparison, LayerDifference
+
+from ._casts import CastCache
+from ._layers import LayerHooks
+from ._region import Region
+from ._rules import rules_for
+from .attribution import Entering, float32_region
+from .attribution_capture import Call, generators, restore_generators
+from .attribution_replay import Context, Replay
+from .attribution_trees import mapped, tensors_in
+from .devices import resolve
+from .emulation import arithmetic
+
+__all__ = ["compare"]
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+class _Seen:
+    """One call of a layer: what went in and out, and the gradient that came back."""
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, random: Any) -> None:
+        self.module, self.args, self.kwargs, self.random = module, args, kwargs, random
+        self.output = output.detach().double()
+        self.gradient: torch.Tensor | None = None
+
+
+def compare(model: nn.Module, inputs: Any, policy: Policy | str = "auto", *, loss: Loss | None = None) -> Comparison:
+    """The same step in float32 and under a policy.
+
+    Args:
+        model: the model; its weights, gradients, buffers and the random generators stay as they are.
+        inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
+        policy: a policy, preset or policy file.
+        loss: a scalar of the model's output, to compare gradients by; default: the mean square of its tensors.
+
+    Raises:
+        PolicyError: the model has no layer that computes.
+    """
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    resolved = resolve(Policy.coerce(policy), device)
+    args, kwargs = _arguments(inputs)
+    call = Call(model, "", args, kwargs, (), generators(), None, 0)
+    runner = Replay(model)
+    wide = _run(model, runner, call, float32_region(device), loss)
+    hooks = LayerHooks(model, resolved, device) if resolved.layers else None
+    try:
+        context = _policy_region(resolved, device)
+        narrow = _run(model, runner, call, context, loss)
+        with runner.undisturbed(call):
+            found = [
+                _difference(key, order, seen, narrow.get(key), context, resolved, device)
+                for order, (key, seen) in enumerate(wide.items())
+            ]
+    finally:
+        if hooks is not None:
+            hooks.remove()
+    if not found:
+        raise PolicyError("compare: no layer of the model gives a floating tensor, so there is nothing to compare.")
+    return Comparison(resolved.format, tuple(found))
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def _policy_region(policy: Policy, device_type: str) -> Context:
+    rules = rules_for(policy, device_type)
+    return lambda: Entering(Region(rules, CastCache(capacity=0)))
+
+
+def _run(model: nn.Module, runner: Replay, call: Call, context: Context, loss: Loss | None) -> dict[str, _Seen]:
+    """Every call of every layer without children, by path (``path#2`` for a second call)."""
+    seen: dict[str, _Seen] = {}
+    random: dict[nn.Module, Any] = {}
+
+    def begin(module: nn.Module, args: Any) -> None:
+        random[module] = generators(False)
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            y = next((y for _, y in tensors_in(output) if y.is_floating_point()), None)
+            if y is None:
+                return
+            count = 1 + sum(key == path or key.startswith(f"{path}#") for key in seen)
+            one = seen[path if count == 1 else f"{path}#{count}"] = _Seen(
+                module, *_kept(args, kwargs), y, random[module]
+            )
+            if y.requires_grad:
+                y.register_hook(lambda g: setattr(one, "gradient", g.detach().double()))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    handles: list[Any] = []
+    for path, module in model.named_modules():
+        if not any(True for _ in module.children()):
+            handles.append(module.register_forward_pre_hook(begin))
+            handles.append(module.register_forward_hook(note(path), with_kwargs=True))
+    try:
+        with runner.undisturbed(call):
+            with context():
+                output = call.module(*call.args, **call.kwargs)
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            value = loss(output) if loss is not None else _mean_square(output)
+            if parameters and value.requires_grad:
+                torch.autograd.grad(value.float(), parameters, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _kept(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    kept: tuple[Any, Any] = mapped((args, kwargs), lambda x: x.detach().clone())
+    return kept
+
+
+def _mean_square(output: Any) -> torch.Tensor:
+    parts = [y.float().square().mean() for _, y in tensors_in(output) if y.is_floating_point()]
+    return torch.stack(parts).sum() if parts else torch.zeros(())
+
+
+def _difference(
+    key: str, order: int, wide: _Seen, narrow: _Seen | None, context: Context, policy: Policy, device_type: str
+) -> LayerDifference:
+    true = wide.output
+    alone = _alone(wide, context)
+    cast = _cast(wide, policy, device_type)
+    rounded = _round(cast, policy, device_type)
+    total = narrow.output if narrow is not None and narrow.output.shape == true.shape else alone
+    kept = true.isfinite()
+    both = narrow is not None and narrow.gradient is not None and wide.gradient is not None
+    return LayerDifference(
+        layer=key or "the model itself",
+        order=order,
+        total=_error(total, true, true),
+        own=_error(alone, true, true),
+        casts=_error(cast, true, true),
+        rounding=_error(rounded, cast, true),
+        accumulation=_error(alone, rounded, true) if alone.shape == rounded.shape else float("nan"),
+        backward=_error(narrow.gradient, wide.gradient, wide.gradient) if both else float("nan"),  # type: ignore[union-attr,arg-type]
+        overflow=_share(kept & ~total.isfinite()),
+        underflow=_share((true != 0) & (total == 0)),
+    )
+
+
+def _alone(seen: _Seen, context: Context) -> torch.Tensor:
+    restore_generators(seen.random)  # the same dropout
+    with torch.no_grad(), context():
+        return _first(seen.module(*seen.args, **seen.kwargs)).double()
+
+
+def _cast(seen: _Seen, policy: Policy, device_type: str) -> torch.Tensor:
+    """The layer in float32, with its inputs and weights rounded to the policy's format before."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return _round(x, policy, device_type).to(x.dtype) if x.is_floating_point() else x
+
+    weights = {name: rounded(p.detach()) for name, p in seen.module.named_parameters()}
+    args, kwargs = mapped((seen.args, seen.kwargs), rounded)
+    restore_generators(seen.random)
+    with torch.no_grad(), float32_region(device_type)():
+        return _first(torch.func.functional_call(seen.module, weights, args, kwargs)).double()
+
+
+def _round(x: torch.Tensor, policy: Policy, device_type: str) -> torch.Tensor:
+    return arithmetic(device_type, policy.low_format).enter(x.float()).double()
+
+
+def _first(output: Any) -> torch.Tensor:
+    return next(y for _, y in tensors_in(output) if y.is_floating_point())
+
+
+def _error(value: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> float:
+    size = float(scale.norm())
+    off = float((value - reference).norm())
+    return off / size if size > 0 else off
+
+
+def _share(mask: torch.Tensor) -> float:
+    return float(mask.double().mean()) if mask.numel() else 0.0

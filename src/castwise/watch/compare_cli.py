@@ -1,0 +1,50 @@
+"""``castwise compare file.py:Task``: a task's first training step in float32 beside other precisions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from castwise._files import write_text
+from castwise.errors import CastwiseError, PolicyError
+
+__all__ = ["add_arguments", "main"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("task", help="a study task: digits, text, or file.py:Task")
+    parser.add_argument(
+        "--precisions", default="fp32,fp16,bf16", help="comma-separated; float32 is what the others are compared with"
+    )
+    parser.add_argument("--sort", default="order", help="column to sort by (default: order of the forward)")
+    parser.add_argument("--html", type=Path, metavar="FOLDER", help="also write a sortable page per precision there")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from castwise._plan_cli import _of_task
+    from castwise.policy import Policy
+    from castwise.torch.compare import compare
+
+    names = [name.strip() for name in args.precisions.split(",") if name.strip()]
+    policies = {name: Policy.preset(name) for name in names}
+    others = {name: policy for name, policy in policies.items() if policy.format != "float32"}
+    if not others:
+        raise PolicyError("--precisions: name at least one beside fp32, such as fp16.")
+    model, inputs = _inputs(_of_task, args.task)
+    for name, policy in others.items():
+        found = compare(model, inputs, policy)
+        print(found.table(args.sort))
+        if args.html is not None:
+            print(f"written: {write_text(args.html / f'compare-{name}.html', found.page())}")
+    return 0
+
+
+def _inputs(of_task: Any, spec: str) -> tuple[Any, Any]:
+    try:
+        model, inputs = of_task(spec)
+        return model, inputs
+    except CastwiseError as error:
+        raise type(error)(f"{error} Name a study task: digits, text, or file.py:Task.") from None

@@ -1,0 +1,137 @@
+"""One step in two precisions, side by side: what each layer added to the error, as values, a table and a page."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from castwise.errors import PolicyError
+
+__all__ = ["Comparison", "LayerDifference"]
+
+_DIVERGED = 0.1  # relative error of outputs from which two runs are no longer the same computation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDifference:
+    """What one layer's output is off by; relative errors are Euclidean norms over the float32 value's norm.
+
+    Attributes:
+        layer: its path. order: its place in the forward.
+        total: of its output in the other precision, what came in included.
+        own: of its output from float32's own inputs: what the layer itself adds.
+        casts: of that, what rounding its inputs and weights to the format does.
+        rounding: of that, what rounding its result to the format does.
+        accumulation: of that, what is left: sums and steps inside the layer.
+        backward: of the gradient that its output receives; NaN where it receives none.
+        overflow: the share of its output that is finite in float32 and not in the other precision.
+        underflow: the share that is zero there, and not in float32.
+    """
+
+    layer: str
+    order: int
+    total: float
+    own: float
+    casts: float
+    rounding: float
+    accumulation: float
+    backward: float
+    overflow: float
+    underflow: float
+
+
+_COLUMNS = ("total", "own", "casts", "rounding", "accumulation", "backward", "overflow", "underflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A step in float32 beside the same step in another precision.
+
+    Attributes:
+        precision: the other one's name.
+        layers: in the order of the forward.
+    """
+
+    precision: str
+    layers: tuple[LayerDifference, ...]
+
+    @property
+    def first_divergence(self) -> LayerDifference | None:
+        """The first layer whose error is above 10 %, or not finite, or None where none is."""
+        return next((d for d in self.layers if not d.total <= _DIVERGED or d.overflow > 0), None)
+
+    def ordered(self, by: str = "order") -> list[LayerDifference]:
+        """The layers by a column, the largest first (by order: the first first).
+
+        Raises:
+            PolicyError: there is no such column.
+        """
+        if by == "order":
+            return list(self.layers)
+        if by not in _COLUMNS:
+            raise PolicyError(f"compare: there is no column {by!r}. Sort by order, {', '.join(_COLUMNS)}.")
+        return sorted(self.layers, key=lambda d: _rank(getattr(d, by)), reverse=True)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, by: str = "order") -> str:
+        """The comparison as text, one line a layer."""
+        width = max((len(d.layer) for d in self.layers), default=5)
+        lines = [f"float32 beside {self.precision}: relative errors", f"{'layer':<{width}}"]
+        lines[-1] += "".join(f"{name:>13}" for name in _COLUMNS)
+        for d in self.ordered(by):
+            lines.append(f"{d.layer:<{width}}" + "".join(f"{_shown(getattr(d, name)):>13}" for name in _COLUMNS))
+        first = self.first_divergence
+        lines.append(f"first to diverge: {first.layer}" if first else "no layer diverges")
+        return "\n".join(lines)
+
+    def page(self) -> str:
+        """The comparison as one HTML page whose columns sort when their heads are clicked."""
+        return _page(self.precision, self.layers, self.first_divergence)
+
+
+def _rank(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _shown(value: float) -> str:
+    return "–" if math.isnan(value) else "0" if value == 0 else f"{value:.2e}"
+
+
+_SCRIPT = """
+document.querySelectorAll('th').forEach((head, i) => head.addEventListener('click', () => {
+  const body = document.querySelector('tbody'), up = head.dataset.up = head.dataset.up === '1' ? '' : '1';
+  [...body.rows].sort((a, b) => (up ? -1 : 1) * (i ? a.cells[i].dataset.v - b.cells[i].dataset.v :
+    a.rowIndex - b.rowIndex)).forEach(row => body.append(row));
+}));
+"""
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;padding:1rem;max-width:80rem}
+div{overflow-x:auto}table{border-collapse:collapse}th{cursor:pointer;text-align:right}
+th:first-child,td:first-child{text-align:left}td{text-align:right;font-variant-numeric:tabular-nums}
+td,th{padding:.2rem .6rem;border-bottom:1px solid #8884}tr.first{background:#cf222e22}
+"""
+
+
+def _page(precision: str, layers: Sequence[LayerDifference], first: LayerDifference | None) -> str:
+    heads = "".join(f"<th>{name}</th>" for name in ("layer", *_COLUMNS))
+    rows = []
+    for d in layers:
+        cells = "".join(
+            f'<td data-v="{_rank(v) if math.isfinite(_rank(v)) else 1e308:.9g}">{_shown(v)}</td>'
+            for v in (getattr(d, name) for name in _COLUMNS)
+        )
+        rows.append(f'<tr class="{"first" if d is first else ""}"><td>{html.escape(d.layer)}</td>{cells}</tr>')
+    title = f"float32 beside {html.escape(precision)}"
+    told = f"First to diverge: {html.escape(first.layer)}." if first else "No layer diverges."
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>
+<p>Relative errors of the same step, layer by layer. {told}</p>
+<div><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>
+<script>{_SCRIPT}</script></body></html>
+"""
