@@ -104,6 +104,7 @@ class Finding:
         line: where the program called it: file, line and function.
         evidence: the values that show it, in words.
         source: what was bad from the start: "input 0", "parameter head.weight"; "" where an operation did it.
+        reads: what the operation read that came from outside: "parameter head.weight", "input 0"; "" where nothing did.
         scale: the loss scale of the step.
         finite_scale: the largest power-of-two fraction of it that is finite, where that was looked for.
         underflow: whether the operation was undone by a value too small for its format.
@@ -116,6 +117,7 @@ class Finding:
     line: str = ""
     evidence: str = ""
     source: str = ""
+    reads: str = ""
     scale: float = 1.0
     finite_scale: float | None = None
     underflow: bool = False
@@ -126,7 +128,8 @@ class Finding:
         at = f" ({self.line})" if self.line else ""
         small = ", a value too small for its format" if self.underflow else ""
         lower = f"; finite at a loss scale of {self.finite_scale:g}" if self.finite_scale is not None else ""
-        return f"{self.kind}{small}: {where}, {self.phase}{at}: {self.evidence}{lower}".rstrip(": ")
+        reads = f", which read {self.reads}" if self.reads else ""
+        return f"{self.kind}{small}: {where}{reads}, {self.phase}{at}: {self.evidence}{lower}".rstrip(": ")
 
     @property
     def place(self) -> tuple[str, str, str, str]:

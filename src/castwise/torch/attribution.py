@@ -150,6 +150,7 @@ def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: fl
         op=root.op,
         layer=root.layer,
         line=root.line,
+        reads=root.reads if root.phase == "forward" else "",
         evidence=f"{inputs} gave {outputs}",
         scale=scale,
         finite_scale=finite_scale,

@@ -30,6 +30,8 @@ from .attribution_values import Values, described, is_bad, mutated, scalars, sto
 
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Kernels of products, in the spelling that reaches the dispatcher.
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "addmv", "mv", "dot"})
 # Sources in the order in which they are believed. A buffer may be handed to an operation that does not read it (running
 # statistics, in training), and so comes after operations that made something bad.
 _ORDER = ("input", "parameter", "gradient", "buffer", "constant")
@@ -60,6 +62,7 @@ class Made:
     inside: bool  # of the model; else of what the program does around it
     line: str
     inputs: tuple[Values, ...]
+    reads: str  # what came from outside among them
     outputs: tuple[Values, ...]
     causes: tuple[Made | Source, ...]
     on_purpose: bool  # an infinity that the program itself asked for, in an argument
@@ -112,14 +115,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.feeds: dict[str, list[str]] = {}  # per layer, those that made what it was given
         self._makers: dict[int, tuple[StorageWeakRef, str]] = {}
         self._stack: list[str] = []
+        self._last = ""
         self._marks: list[_Mark] = []
         self._writers: dict[int, tuple[StorageWeakRef, Made | Source]] = {}
         self._handles: list[Any] = []
+        self._outside: dict[int, tuple[StorageWeakRef, str]] = {}
         for kind, name, x in sources:
             self.add_source(kind, name, x)
 
     def add_source(self, kind: str, name: str, x: torch.Tensor) -> None:
-        """Note a tensor that came from outside, if it is bad."""
+        """Note a tensor that came from outside."""
+        key = storage_of(x)
+        if key is not None:
+            self._outside[key._cdata] = (StorageWeakRef(key), f"{kind} {name}")  # type: ignore[no-untyped-call]
         values = values_of(x)
         if values is not None and values.bad:
             self._write(x, Source(kind, name, values))
@@ -187,8 +195,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = func._schema.is_mutable or "batch_norm" in name  # which writes statistics that its schema hides
         before = described((args, kwargs)) if writes else None
         result = func(*args, **kwargs)
-        if func.is_view or name in _UNWRITTEN or name == "detach":
+        if func.is_view or name in _UNWRITTEN or name in ("detach", "_unsafe_view"):
             return result
+        name = self._computed(name, args)
         written = [x for _, x in tensors_in(result)] or mutated(func, args, kwargs)
         if not in_backward:
             self._count(written)
@@ -198,6 +207,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs = before if before is not None else described((args, kwargs))
             self._note(name, func, inputs, bad, args, kwargs, in_backward, mark)
         return result
+
+    def _computed(self, name: str, args: Any) -> str:
+        """The op that a kernel belongs to: an emulated product ends in a cast of its result, which is part of it."""
+        before, self._last = self._last, name
+        return before if name == "_to_copy" and before in _PRODUCTS and args[0].dtype is torch.float32 else name
 
     def _note(
         self,
@@ -222,6 +236,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             layer is not None,
             line,
             tuple(v for _, v in inputs),
+            next((name for x, _ in inputs if (name := self._from_outside(x))), ""),
             tuple(v for v in map(values_of, bad) if v is not None),
             causes,
             not causes and any(isinstance(a, float) and math.isinf(a) for a in scalars(args)),
@@ -244,6 +259,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_of(x)
         if key is not None:
             self._writers[key._cdata] = (StorageWeakRef(key), by)  # type: ignore[no-untyped-call]
+
+    def _from_outside(self, x: torch.Tensor) -> str:
+        key = storage_of(x)
+        return self._outside[key._cdata][1] if key is not None and key._cdata in self._outside else ""
 
     def _writer(self, x: torch.Tensor, values: Values) -> Made | Source:
         key = storage_of(x)

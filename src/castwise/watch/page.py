@@ -44,11 +44,12 @@ def render(run: Run, title: str = "A run") -> str:
         f"<b>{html.escape(str(e['event']))}</b> {html.escape(str(e.get('message', '')))}</li>"
         for e in reversed(run.events)
     )
+    advice = "".join(f"<p><b>{html.escape(cause)}</b> {html.escape(words)}</p>\n" for cause, words in run.advice())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1><p><small>step {run.step:,}, {len(run.events)} events</small></p>
-<div class="grid">{plots or "<p>No metrics have been logged yet.</p>"}</div>
+{advice}<div class="grid">{plots or "<p>No metrics have been logged yet.</p>"}</div>
 <h2>Events</h2><ol>{events or "<li>None.</li>"}</ol></body></html>
 """
 

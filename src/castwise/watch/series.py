@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .advice import trend_advice
 from .sinks import Record, numbers
 
 __all__ = ["Run", "sparkline"]
@@ -34,6 +35,11 @@ class Run:
         """The newest step."""
         steps = [max(values) for values in self.series.values() if values] + [int(e["step"]) for e in self.events]
         return max(steps, default=0)
+
+    def advice(self) -> list[tuple[str, str]]:
+        """What the loss curve points to (see ``advice.trend_advice``)."""
+        losses = self.points("train/loss") if "train/loss" in self.series else []
+        return trend_advice([value for _, value in losses])
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """A metric's values by step."""

@@ -21,6 +21,9 @@ def render(run: Run, width: int = 80, events: int = _EVENTS_SHOWN) -> str:
     for name in names:
         values = [value for _, value in run.points(name)]
         lines.append(f"{name:<{longest}}  {values[-1]:>11.5g}  {sparkline(values, room)}")
+    for cause, words in run.advice():
+        text = f"  → {cause}: {words}"
+        lines.append(text if len(text) <= width else text[: width - 1] + "…")
     shown = run.events[-events:]
     if shown:
         lines += ["", f"events ({len(run.events)})"]
