@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import subprocess
 import sys
 from types import ModuleType
@@ -122,3 +123,19 @@ def test_output_into_a_pipe_that_closes_early_is_no_traceback() -> None:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.close()
         assert child.stderr.read() == ""
+
+
+def test_a_terminal_that_lacks_a_character_shows_a_question_mark(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    tool.main = lambda args: print("±1 – 误差")  # type: ignore[attr-defined]
+    assert cli.main(["tool"]) == 0
+    assert raw.getvalue().split() == [b"?1", b"?", b"??"]
+
+
+def test_a_closed_standard_output_is_no_fault(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    tool.main = lambda args: 0  # type: ignore[attr-defined]
+    assert cli.main(["tool"]) == 0

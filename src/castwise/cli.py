@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -73,6 +74,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status; errors are printed as one line, without a traceback."""
+    _bear_any_text()
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="castwise: %(message)s", level=logging.INFO if args.verbose else logging.WARNING)
         with _naming_the_extra(args.command):
             status = getattr(importlib.import_module(args.command.module), args.command.main)(args)
-        sys.stdout.flush()
+        _flush()
         return int(status or 0)
     except KeyboardInterrupt:
         return _say("interrupted", _INTERRUPTED)
@@ -100,11 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"fault in castwise: {fault}. Run again with --debug to see where, and report it.", _FAULT)
 
 
+def _bear_any_text() -> None:
+    """Let a terminal or pipe that is not UTF-8 show ``?`` for what it lacks, instead of failing after hours of work."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None where the program was started with its output closed
+        sys.stdout.flush()
+
+
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         return _parser(arguments).parse_args(arguments)
     except SystemExit:
-        sys.stdout.flush()  # --help and --version have printed: a closed pipe shows here, not at exit
+        _flush()  # --help and --version have printed: a closed pipe shows here, not at exit
         raise
 
 

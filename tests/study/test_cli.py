@@ -137,6 +137,24 @@ def test_progress_writes_lines_to_files_and_rewrites_one_line_on_terminals() -> 
     assert silent.getvalue() == ""
 
 
+def test_progress_never_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    Progress({"fp32": 20}, stream=stream).advance("fp32", 20, 1.0, 100 * "x", last=True)
+    assert len(stream.getvalue().removeprefix("\r\x1b[2K")) == 39
+
+
+def test_progress_without_stderr_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    progress = Progress({"fp32": 20})
+    progress.advance("fp32", 20, 1.0, "whole", last=True)
+    progress.close()
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59.4, "59 s"), (185, "3 min 5 s"), (7800, "2 h 10 min")])
 def test_durations_read_like_english(seconds: float, said: str) -> None:
     assert duration(seconds) == said

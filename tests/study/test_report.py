@@ -220,6 +220,11 @@ def test_names_are_escaped(mixed: dict[str, Any]) -> None:
     assert "<script>" not in html_of(mixed)
 
 
+def test_names_in_any_script_are_drawn_without_a_warning(mixed: dict[str, Any]) -> None:
+    mixed["verdict"]["measures"][0]["name"] = "误差"
+    assert "误差" in html_of(mixed)
+
+
 def test_a_study_in_which_everything_went_wrong_still_has_a_report(
     tmp_path: Path, made: SimpleNamespace, outcome_of: OutcomeOf
 ) -> None:

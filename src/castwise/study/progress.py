@@ -6,6 +6,7 @@ ten seconds while one is going on.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TextIO
@@ -28,8 +29,8 @@ class Progress:
         self._steps: dict[str, int] = {}
         self._total = max(1, sum(planned.values()))
         self._stream = stream if stream is not None else sys.stderr
-        self._quiet = quiet
-        self._live = self._stream.isatty()
+        self._quiet = quiet or self._stream is None  # None where the program was started with stderr closed
+        self._live = not self._quiet and self._stream.isatty()
         self._spoken = time.monotonic()
 
     def plan(self, arm: str, steps: int) -> None:
@@ -69,7 +70,9 @@ class Progress:
         if self._quiet:
             return
         if self._live:
-            print(f"\r\x1b[2K{line}", end="", file=self._stream, flush=True)
+            # A line that wraps could not be taken back: only its last row would be rewritten.
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[2K{line[:width]}", end="", file=self._stream, flush=True)
         elif important or time.monotonic() - self._spoken > _QUIET_SECONDS:
             print(line, file=self._stream, flush=True)
             self._spoken = time.monotonic()
