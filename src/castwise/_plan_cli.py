@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise._files import write_text
 from castwise._load import is_object_spec, load_object
+from castwise._plan_graph import COLOURS, graph_svg
 from castwise._units import show_seconds
 from castwise.errors import PlanError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "main"]
 
 _WIDTH, _HEIGHT = 56, 12
-_COLOURS = {"fp32": "#7a869a", "bf16": "#2f8f5b", "fp16": "#c2702b"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,8 +137,11 @@ details{{margin:.15rem 0 .15rem 1rem}}
 summary{{cursor:pointer}}
 .op{{display:inline-block;margin:1px;padding:0 .4rem;border-radius:3px;color:#fff;font-size:.8rem}}
 svg{{border:1px solid #d5d9e0;max-width:100%}}
+.op-box text{{fill:#fff;font:12px system-ui,sans-serif;pointer-events:none}}
+.op-box.found rect{{stroke:#111;stroke-width:4}}
 </style>
 <h1>{title}</h1><pre>{summary}</pre>{plot}
+<h2>The graph</h2>{graph}
 <h2>Ops by layer</h2><p>{legend} Hover over an op for its source and reason.</p>
 {layers}</html>
 """
@@ -148,12 +151,13 @@ def page(plan: Plan, front: Sequence[Plan]) -> str:
     """A self-contained HTML page: the summary, the front, and every op in its layer, coloured by format."""
     title = html.escape(f"Plan of {plan.problem.graph.name or 'a model'}")
     used = dict.fromkeys(["fp32", plan.fmt])
-    legend = " ".join(f'<span class="op" style="background:{_COLOURS[f]}">{f}</span>' for f in used)
+    legend = " ".join(f'<span class="op" style="background:{COLOURS[f]}">{f}</span>' for f in used)
     return _PAGE.format(
         title=title,
         summary=html.escape(str(plan.summary())),
         plot=_svg(front, plan) if len(front) > 1 else "",
         legend=legend,
+        graph=graph_svg(plan),
         layers=_layers(plan),
     )
 
@@ -165,7 +169,7 @@ def _layers(plan: Plan) -> str:
         pin = plan.problem.pins.get(position)
         why = pin.reason if pin is not None else plan.causes[position].value
         tip = html.escape(f"{op.id} · {plan.formats[op.id]} · {op.source} · {why}", quote=True)
-        colour = _COLOURS[plan.formats[op.id]]
+        colour = COLOURS[plan.formats[op.id]]
         shown = f'<span class="op" style="background:{colour}" title="{tip}">{html.escape(op.name)}</span>'
         by_layer.setdefault(op.layer, []).append(shown)
     return "\n".join(
