@@ -45,6 +45,8 @@ log = logging.getLogger("castwise.onnx")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
 """Default tolerance: about ten times the error of one rounding of every output, in either format."""
 
+_OF_THE_TOLERANCE = 0.1
+"""How much of it a change of masks may use up."""
 _MOST_LOADS = 12
 _LOADABLE = 1_500_000_000
 
@@ -150,17 +152,21 @@ class _Work:
         self.original = self.source.weights
         self.weights = copied(self.source.weights)
         self.overridable = frozenset(self._listed(reference)) if self.source.overridable else frozenset[str]()
-        self.tree = self._tree()
+        untouched = onnx.ModelProto()
+        untouched.CopyFrom(self.skeleton)
+        masks = self._examined(change_masks=True)
         if not any(True for _ in self.tree.nodes()):
             self.notes.append("the model has no nodes")
-        self.notes += bring_masks_within_range(self.tree, self.weights, self.fmt)
-        self.source = replace(self.source, weights=self.weights)
-        captured = self._captured()
-        found = examine(captured, self.weights)
-        self.notes += found.notes
-        self.pins.update(found.pins)
-        self._check_rules(captured)
+        self._check_rules(self._captured())
         self._prepare(reference, calibration)
+        if masks and not self._masks_hold():
+            self.skeleton.CopyFrom(untouched)
+            self.weights = copied(self.original)
+            self._examined(change_masks=False)
+            masks = ["mask constants were left as they are: values come so close that smaller ones would not mask them"]
+            if self.evaluator is not None:
+                self.evaluator.weights = self.weights
+        self.notes += masks
         self.calibrated = calibration is not None
         captured, search, plan, applied = self._loadable()
         self._verify(search)
@@ -170,6 +176,27 @@ class _Work:
         return Conversion(report, plan, self.source, result, self.fmt)
 
     # ---- preparing ----
+
+    def _examined(self, *, change_masks: bool) -> list[str]:
+        """Look at all constants, and bring masks within the range where asked to. Returns what was changed."""
+        self.tree = self._tree()
+        masks = bring_masks_within_range(self.tree, self.weights, self.fmt) if change_masks else []
+        self.source = replace(self.source, weights=self.weights)
+        self.pins = {}
+        found = examine(self._captured(), self.weights)
+        self.notes += [note for note in found.notes if note not in self.notes]
+        self.pins.update(found.pins)
+        return masks
+
+    def _masks_hold(self) -> bool:
+        """Whether the model with smaller masks is the same in fp32: values that come near a mask show through one."""
+        if self.evaluator is None:
+            return True
+        tolerance = self.tolerance if self.tolerance is not None else TOLERANCES[self.fmt]
+        try:
+            return self.evaluator.try_plan(self._captured(), {}).error <= tolerance * _OF_THE_TOLERANCE
+        except RuntimeError:
+            return True
 
     def _listed(self, model: onnx.ModelProto) -> set[str]:
         inputs = {info.name for info in model.graph.input}

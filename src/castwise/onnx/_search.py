@@ -21,6 +21,7 @@ from castwise.cost import Costs
 from castwise.errors import PlanError
 from castwise.onnx._capture import Captured
 from castwise.onnx._evaluate import Evaluator, Outcome, records
+from castwise.onnx._fused import REASON, patterns, torn
 from castwise.onnx._noise import Noise
 from castwise.plan import Plan, solve
 from castwise.policy import Policy
@@ -88,6 +89,9 @@ class Search:
     pins: dict[str, str] = field(default_factory=dict)
     outcome: Outcome | None = None
 
+    def __post_init__(self) -> None:
+        self.fused = patterns(self.captured.tree)
+
     def run(self) -> Plan:
         """The plan with the fewest wide ops that keeps the tolerance; with everything in fp32, if need be."""
         risks = self._risks()
@@ -112,7 +116,11 @@ class Search:
         lam = 0.0 if budget is None else None
         plan = solve(self.captured.graph, self.costs, risks, self.policy, lam=lam, budget=budget)
         missing = {op: reason for op, reason in self.pins.items() if op in self.captured.graph.positions}
-        return plan.raised(missing) if missing else plan
+        plan = plan.raised(missing) if missing else plan
+        asked = {plan.problem.graph.ops[i].id for i, pin in plan.problem.pins.items() if pin.low}
+        while apart := torn(self.fused, self.labels(plan)) - asked:
+            plan = plan.raised(dict.fromkeys(apart, REASON))
+        return plan
 
     def _note(self, what: str, plan: Plan) -> None:
         wide = int((~plan.labels).sum())
