@@ -1,15 +1,19 @@
 """Castwise's ONNX conversion beside other converters, on models that none of them was written for.
 
-    python benchmarks/onnx_convert.py [--corpus nodes light wheels cases] [--wheels FOLDER] [--cases FOLDER] [--every N]
+    python benchmarks/onnx_convert.py [--corpus nodes light wheels cases detector] [--wheels FOLDER] [--cases FOLDER]
+                                      [--every N] [--failures]
 
 A conversion passes *strictly* where the result goes through ONNX's full checker, loads in ONNX Runtime, gives outputs
 of the same types as before, and is within 2e-2 of fp32 (max |difference| / max(1, max |fp32 value|)), with NaN and
 infinities only where fp32 has them. Leaving a model alone would pass too, so the share of matrix products and
-convolutions that take 16-bit inputs is counted, over the conversions that pass.
+convolutions that take 16-bit inputs is counted, over the conversions that pass. Some cannot be lowered: those that read
+or write values beyond fp16's largest on these inputs are counted apart ("beyond"), by running the fp32 model, not by
+asking a converter. Below Castwise's rows stand the reasons that its reports give for products left in fp32.
 
 Corpora: the node tests that the onnx package generates; its "light" real topologies; models that ship in the wheels of
 silero-vad, rapidocr-onnxruntime, magika and nudenet (`pip install --no-deps --target FOLDER ...`, then `--wheels`); and
-single cases, each a file with `build()` and `inputs()` (`--cases`).
+single cases, each a file with `build()` and `inputs()` (`--cases`). "detector" converts the wheels' text detector with
+drawn pages and compares its masks with fp32's on four others (intersection over union).
 
 The other converters are run where they are installed: onnxconverter-common's float16, ONNX Runtime's float16 (as it is,
 and with its nodes sorted afterwards), and nvidia-modelopt's AutoCast. Every conversion runs in this process, one after
@@ -21,9 +25,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import re
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +37,21 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from castwise.catalogue import load_catalogue
 from castwise.onnx import convert
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "onnx"))
+from judging import distance, run
+
 TOLERANCE = 2e-2
+FP16_MAX = 65504.0
+MASK = 0.3
+"""The detector's own threshold of a pixel that belongs to text."""
+PROBABILITY = 0.15
+"""How far that of a single pixel may be off: at the edges of letters it goes from 0 to 1 within a few pixels."""
+REASONS: Counter[str] = Counter()
+"""Why Castwise left products in fp32, without names and numbers."""
 Feed = dict[str, Any]
 Converter = Callable[[onnx.ModelProto, Feed], onnx.ModelProto]
 
@@ -49,15 +64,28 @@ class Score:
     passed: int = 0
     products: int = 0
     low: int = 0
+    hazards: int = 0
+    wide: int = 0
     casts: int = 0
     seconds: float = 0.0
     bytes: int = 0
     error: float = 0.0
     failures: list[str] = field(default_factory=list)
 
+    def row(self, corpus: str, converter: str) -> str:
+        strict, share = f"{self.passed}/{self.models}", f"{self.low}/{self.products}"
+        return (
+            f"{corpus:8}{converter:30}{strict:>12}{share:>18}{self.hazards:>8}{self.wide:>12}{self.casts:>7}"
+            f"{self.error:>10.2g}{self.seconds:>8.1f}{self.bytes / 1e6:>8.2f}"
+        )
+
 
 def castwise(model: onnx.ModelProto, feed: Feed) -> onnx.ModelProto:
-    return convert(model, format="float16", calibration=[feed], tolerance=TOLERANCE).model
+    done = convert(model, format="float16", calibration=[feed], tolerance=TOLERANCE)
+    for row in done.report.wide:
+        if _is_product(onnx.helper.make_node(row.op, ["a", "b"], ["c"])):
+            REASONS[re.sub(r"'[^']*'|\d[\d.e+-]*", "…", row.reason)] += 1
+    return done.model
 
 
 def castwise_alone(model: onnx.ModelProto, feed: Feed) -> onnx.ModelProto:
@@ -95,7 +123,9 @@ def autocast(model: onnx.ModelProto, feed: Feed) -> onnx.ModelProto:
         path, data = Path(folder) / "model.onnx", Path(folder) / "data.npz"
         onnx.save(model, path)
         np.savez(data, **feed)
-        return convert_to_mixed_precision(str(path), low_precision_type="fp16", calibration_data=str(data))
+        return convert_to_mixed_precision(
+            str(path), low_precision_type="fp16", calibration_data=str(data), keep_io_types=True
+        )
 
 
 CONVERTERS: dict[str, tuple[str, Converter]] = {
@@ -196,33 +226,36 @@ def made_up(model: onnx.ModelProto, path: Path) -> Feed:
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
-def run(model: onnx.ModelProto, feed: Feed) -> tuple[list[Any], list[str]]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, feed), [output.type for output in session.get_outputs()]
+def hazards(model: onnx.ModelProto, feed: Feed) -> int:
+    """How many products of the main graph read or write values that fp16 cannot hold, or none that are finite."""
+    nodes = [node for node in model.graph.node if _is_product(node)]
+    wanted = {name for node in nodes for name in [*node.input[:2], *node.output[:1]] if name}
+    copy = _copy(model)
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    had = {info.name for info in model.graph.output}
+    extra = sorted(wanted - set(held) - set(feed) - had)
+    copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in extra)
+    try:
+        results, _ = run(copy, feed)
+    except Exception:
+        return 0
+    seen = {**held, **feed, **dict(zip([info.name for info in copy.graph.output], results, strict=True))}
+    return sum(any(_beyond(seen.get(name)) for name in [*node.input[:2], *node.output[:1]]) for node in nodes)
 
 
-def distance(wanted: list[Any], got: list[Any]) -> float:
-    worst = 0.0
-    for a, b in zip(wanted, got, strict=True):
-        if isinstance(a, list):
-            worst = max(worst, distance(a, b) if len(a) == len(b) else np.inf)
-        elif a is None or b is None or np.asarray(a).dtype.kind in "OUS":
-            worst = max(worst, 0.0 if a is b or np.array_equal(a, b) else np.inf)
-        else:
-            x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            finite = np.isfinite(x)
-            if x.shape != y.shape or not np.array_equal(finite, np.isfinite(y)):
-                return float("inf")
-            if finite.any():
-                worst = max(worst, float(np.abs(x - y)[finite].max() / max(1.0, np.abs(x[finite]).max())))
-    return worst
+def _beyond(value: Any) -> bool:
+    array = np.asarray(value)
+    return array.dtype == np.float32 and array.size > 0 and not np.abs(array).max() <= FP16_MAX
 
 
-def products(model: onnx.ModelProto) -> tuple[int, int]:
-    """How many products and convolutions a model has, and how many of them read 16 bits."""
-    low = total = 0
+def _is_product(node: onnx.NodeProto) -> bool:
+    entry = load_catalogue().lookup("onnx", node.op_type)
+    return entry is not None and entry.product and len(node.input) > 1 and node.domain in ("", "ai.onnx")
+
+
+def products(model: onnx.ModelProto) -> tuple[int, int, int]:
+    """How many products and convolutions a model has, how many of them read 16 bits, and how many nodes write fp32."""
+    low = total = wide = 0
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     inferred = onnx.shape_inference.infer_shapes(model)
     stack: list[tuple[onnx.GraphProto, dict[str, int]]] = [(inferred.graph, {})]
@@ -234,23 +267,25 @@ def products(model: onnx.ModelProto) -> tuple[int, int]:
             if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
                 types[node.output[0]] = node.attribute[0].t.data_type
             stack += [(a.g, types) for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-            entry = load_catalogue().lookup("onnx", node.op_type)
-            if entry is not None and entry.product and len(node.input) > 1 and node.domain in ("", "ai.onnx"):
+            wide += node.op_type not in ("Cast", "Constant") and any(
+                types.get(name) == onnx.TensorProto.FLOAT for name in node.output
+            )
+            if _is_product(node):
                 read = [types.get(name, 0) for name in node.input[:2]]
                 if any(elem in (*narrow, onnx.TensorProto.FLOAT) for elem in read):
                     total, low = total + 1, low + all(elem in narrow for elem in read)
-    return total, low
+    return total, low, wide
 
 
 def judge(score: Score, name: str, model: onnx.ModelProto, feed: Feed, convert_one: Converter, fp32: Any) -> None:
     score.models += 1
-    wanted, types = fp32
+    wanted, types, _ = fp32
     started = time.perf_counter()
     try:
         result = convert_one(model, feed)
         score.seconds += time.perf_counter() - started
         onnx.checker.check_model(result, full_check=True)
-        got, got_types = run(result, feed)
+        got, got_types = run(result, feed, optimize=True)
         if got_types != types:
             raise ValueError(f"output types {got_types}, not {types}")
         error = distance(wanted, got)
@@ -259,12 +294,51 @@ def judge(score: Score, name: str, model: onnx.ModelProto, feed: Feed, convert_o
     except Exception as failure:
         score.failures.append(f"{name}: {type(failure).__name__}: {' '.join(str(failure).split())[:140]}")
         return
-    total, low = products(result)
+    total, low, wide = products(result)
+    score.wide, score.hazards = score.wide + wide, score.hazards + fp32[2]
     score.passed, score.products, score.low = score.passed + 1, score.products + total, score.low + low
     score.casts += sum(node.op_type == "Cast" for node in result.graph.node)
     score.casts -= sum(node.op_type == "Cast" for node in model.graph.node)
     score.bytes += result.ByteSize()
     score.error = max(score.error, 0.0 if _draws(model) else error)
+
+
+def page(seed: int) -> np.ndarray[Any, Any]:
+    """A drawn page of text, as the detector wants it."""
+    from PIL import Image, ImageDraw
+
+    random = np.random.default_rng(seed)
+    image = Image.new("RGB", (640, 480), (240, 240, 235))
+    draw = ImageDraw.Draw(image)
+    for line in range(18):
+        text = f"The quick brown fox {random.integers(10**6)} jumps"
+        place = int(random.integers(5, 320)), 5 + 26 * line
+        draw.text(place, text, fill=(10, 20, 30), font_size=int(random.integers(12, 24)))
+    pixels = (np.asarray(image, np.float32) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    return pixels.transpose(2, 0, 1)[None].astype(np.float32)
+
+
+def detector(wheels: Path, chosen: dict[str, Converter]) -> None:
+    """Masks of the text detector: the smallest overlap with fp32's over pages that no converter saw."""
+    path = next(path for path in sorted(wheels.rglob("*.onnx")) if "_det_" in path.stem)
+    model = onnx.load(path)
+    held_out = [{"x": page(100 + seed)} for seed in range(4)]
+    masks = [run(model, feed, optimize=True)[0][0] > MASK for feed in held_out]
+    print(f"{'detector':30}{'overlap':>10}{'fp32 nodes':>12}{'casts':>7}")
+    for name, convert_one in chosen.items():
+        try:
+            calibration = [{"x": page(seed)} for seed in range(3)]
+            if convert_one is castwise:
+                result = convert(model, calibration=calibration, tolerance=PROBABILITY).model
+            else:
+                result = convert_one(model, calibration[0])
+            found = [run(result, feed, optimize=True)[0][0] > MASK for feed in held_out]
+        except Exception as failure:
+            print(f"{name:30} {type(failure).__name__}: {' '.join(str(failure).split())[:90]}")
+            continue
+        overlap = min((a & b).sum() / (a | b).sum() for a, b in zip(masks, found, strict=True))
+        casts = sum(node.op_type == "Cast" for node in result.graph.node)
+        print(f"{name:30}{overlap:>10.5f}{products(result)[2]:>12}{casts:>7}", flush=True)
 
 
 def _draws(model: onnx.ModelProto) -> bool:
@@ -302,24 +376,27 @@ def main() -> None:
         n: c for n, (module, c) in CONVERTERS.items() if n in args.converters and importlib.util.find_spec(module)
     }
     print(
-        f"{'corpus':8}{'converter':30}{'strict':>12}{'16-bit products':>18}{'casts':>7}{'error':>10}{'s':>8}{'MB':>8}"
+        f"{'corpus':8}{'converter':30}{'strict':>12}{'16-bit products':>18}{'beyond':>8}{'fp32 nodes':>12}{'casts':>7}"
+        f"{'error':>10}{'s':>8}{'MB':>8}"
     )
     for corpus in args.corpus:
+        if corpus == "detector":
+            detector(args.wheels, chosen)
+            continue
         scores = {name: Score() for name in chosen}
         for name, model, feed in corpora[corpus]:
             try:
-                fp32 = run(model, feed)
+                fp32 = (*run(model, feed, optimize=True), hazards(model, feed))
             except Exception:
                 continue  # not a model that this runtime runs at all
             for converter, convert_one in chosen.items():
                 judge(scores[converter], name, model, feed, convert_one, fp32)
         for converter, score in scores.items():
             if score.models:
-                print(
-                    f"{corpus:8}{converter:30}{f'{score.passed}/{score.models}':>12}{f'{score.low}/{score.products}':>18}"
-                    f"{score.casts:>7}{score.error:>10.2g}{score.seconds:>8.1f}{score.bytes / 1e6:>8.2f}",
-                    flush=True,
-                )
+                print(score.row(corpus, converter), flush=True)
+                if converter == "castwise":
+                    print("".join(f"    {count} products in fp32: {why}\n" for why, count in REASONS.items()), end="")
+                    REASONS.clear()
                 if args.failures:
                     print("\n".join(f"    {failure}" for failure in score.failures))
 
