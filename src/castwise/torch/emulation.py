@@ -18,7 +18,7 @@ gradients, per-tensor scaling into the format's range).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -132,17 +132,22 @@ class Arithmetic:
 
     fmt: the format of the products' inputs. dtype: what low tensors carry (bfloat16 for fp8, float32 for tf32, whose
     results are wider than their inputs). emulated: computed in fp32 on rounded values, see the module's docstring.
+    narrow: a format of inputs only, rounded by arithmetic instead of a cast.
     """
 
     fmt: NumberFormat
     dtype: torch.dtype
     emulated: bool
+    narrow: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "narrow", self.fmt in _NARROW_INPUTS)  # asked at every cast, and hashing takes time
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """An operand of a product, rounded to the format and, where emulated, held in float32."""
         if not self.emulated:
             return x.to(self.dtype)
-        if self.fmt in _NARROW_INPUTS:
+        if self.narrow:
             return _RoundForward.apply(x.to(torch.float32), self.fmt)  # type: ignore[no-any-return,no-untyped-call]
         return x.to(self.dtype).to(torch.float32)
 
@@ -154,11 +159,11 @@ class Arithmetic:
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """What a product reads of float32 values that were kept in `dtype`."""
-        return self.enter(x) if self.fmt in _NARROW_INPUTS else x
+        return self.enter(x) if self.narrow else x
 
     def received(self, y: torch.Tensor) -> torch.Tensor:
         """A product whose backward products will read rounded gradients; its values pass."""
-        if self.fmt not in _NARROW_INPUTS:
+        if not self.narrow:
             return y  # the cast of the result rounds its gradient too
         gradient = TF32 if self.fmt is TF32 else FP8_E5M2
         return _RoundBackward.apply(y, gradient)  # type: ignore[no-any-return,no-untyped-call]
