@@ -2,9 +2,9 @@
 
     python examples/jax_solver.py
 
-The function below is ordinary float64: it factors a matrix, solves, and refines the solution twice by the residual. Which
-of its operations bear float32 is not obvious: the factorization, all of the work, does, because refinement corrects what
-it does wrong; the residual does not, because nothing corrects that. ``castwise.jax.plan`` finds this out by measuring.
+The function below is ordinary float64: it factors a matrix, solves, and refines the solution twice by the residual.
+Which of its operations bear float32 is not obvious: the factorization, all of the work, does, because refinement
+corrects what it does wrong; the residual does not, because nothing corrects that. ``castwise.jax.plan`` measures it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def temperature(matrix: jax.Array, heating: jax.Array) -> jax.Array:
 
 
 def main(side: int = 30, budget: float = 1e-10, seconds: float = 20.0) -> dict[str, float]:
-    """Plan, compare with float64 and with all of it in float32, and print; the relative errors and times are returned."""
+    """Plan, compare with float64 and with all of it in float32, and print; returns relative errors and times."""
     matrix = jnp.asarray(heat_matrix(side))
     heating = jnp.asarray(np.random.default_rng(0).random((side * side, 4)))
     decided = plan(temperature, matrix, heating, policy="float32", budget=budget, seconds=seconds)

@@ -17,7 +17,7 @@ import numpy as np
 
 from castwise._terms import wide_of
 from castwise.errors import PlanError
-from castwise.formats import NumberFormat, parse_format
+from castwise.formats import BF16, NumberFormat, parse_format
 from castwise.risk import RangeRecord, RiskMeter, Risks, Sensitivity
 
 from ._dtypes import DType, dtype_of
@@ -30,6 +30,7 @@ log = logging.getLogger("castwise.jax.risk")
 
 _SEED = 20
 _PROJECTIONS = 2
+_QUICK = {"cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}}
 _MOST_PROJECTIONS_WITH_BATCHES = 1
 
 
@@ -52,7 +53,8 @@ def measured_risks(captured: Captured, batches: Sequence[Sequence[Any]], trips: 
     work = _Pricing(captured, trips)
     projections = _PROJECTIONS if len(batches) == 1 else _MOST_PROJECTIONS_WITH_BATCHES
     try:
-        price = jax.jit(jax.grad(work.projected, has_aux=True))
+        # It runs once or twice: compiling it well would take longer than that saves.
+        price = jax.jit(jax.grad(work.projected, has_aux=True), compiler_options=_QUICK.get(jax.default_backend()))
         for number, args in enumerate(batches):
             for projection in range(projections):
                 key = jax.random.fold_in(jax.random.key(_SEED), number * projections + projection)
@@ -176,22 +178,29 @@ def _pricing(fmt: NumberFormat) -> Any:
         error = barrier(value.astype(low)).astype(value.dtype) - value
         size = jnp.abs(value)
         noise = jnp.where(size <= fmt.max, jnp.square(error * gradient), 0.0)
-        small = jnp.where(size < fmt.smallest_normal, noise, 0.0)
-        return gradient, jnp.stack([noise.sum(), small.sum()])
+        small = jnp.where(size < fmt.smallest_normal, noise, 0.0).sum() if _narrow(fmt) else jnp.zeros((), noise.dtype)
+        return gradient, jnp.stack([noise.sum(), small])
 
     priced.defvjp(forward, backward)
     return priced
+
+
+def _narrow(fmt: NumberFormat) -> bool:
+    """Whether the format's range is one that values leave: only then is it counted what is lost at its ends."""
+    return fmt.exponent_bits < BF16.exponent_bits
 
 
 def _ranges(value: Any, fmt: NumberFormat) -> Any:
     """[5] the largest finite value, how many there are, beyond the format, lost below it, and subnormal in it."""
     size = jnp.abs(value)
     size = jnp.where(jnp.isinf(size), 0.0, size)  # masks, which every format has
+    largest = size.max() if size.size else jnp.zeros((), size.dtype)
+    if not _narrow(fmt):
+        return jnp.zeros(5, size.dtype).at[0].set(largest).at[1].set(size.size)
     gone = size <= fmt.smallest_subnormal / 2
     under = (size > 0) & gone
     subnormal = (size < fmt.smallest_normal) & ~gone
     counts = [jnp.full((), size.size), (size > fmt.max).sum(), under.sum(), subnormal.sum()]
-    largest = size.max() if size.size else jnp.zeros((), size.dtype)
     return jnp.stack([largest.astype(size.dtype), *(count.astype(size.dtype) for count in counts)])
 
 

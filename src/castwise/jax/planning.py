@@ -206,7 +206,9 @@ def _predicted(captured: Captured, device: Device) -> Costs:
 
 def _tried(ready: Prepared, found: Plan, *, timed: bool) -> Plan:
     """The plan once it was run: within its error, and faster than the function as it was written."""
-    if not found.labels.any() or not ready.risks.measured:
+    if not found.labels.any():
+        return replace(found, error=0.0)
+    if not ready.risks.measured:
         return found
     trial = Trial(ready.captured.closed, ready.arguments[-1], ready.loss)
     allowed = None if found.budget is None else ready.risks.relative(found.budget)
