@@ -610,3 +610,41 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model = linear()
     with pytest.raises(PolicyError, match="closure"):
         Amp(model, torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "scheduler", "said"),
+    [
+        (lambda m: None, lambda o: o, lambda o: None, "the model is a NoneType"),
+        (lambda m: torch.optim.SGD(m.parameters()), lambda o: nn.Linear(1, 1), lambda o: None, "the model is a SGD"),
+        (lambda m: m, lambda o: None, lambda o: None, "the optimizer is a NoneType"),
+        (lambda m: m, lambda o: o, lambda o: 3, "the scheduler is 3"),
+        (lambda m: m, lambda o: o, torch.optim.lr_scheduler.ReduceLROnPlateau, "stepped with a metric"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_told_before_anything_is_touched(
+    model: Any, optimizer: Any, scheduler: Any, said: str
+) -> None:
+    net = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(net.parameters())
+    with pytest.raises(PolicyError, match=said):
+        Amp(model(net), optimizer(sgd), scheduler=scheduler(sgd))
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (None, "a NoneType, not a state"),
+        ({}, "version None"),
+        ({"version": 1}, "lacks scaling, micro_step"),
+        ({"scale": float("nan"), "_growth_tracker": 0}, "scale of nan"),
+        ({"scale": "x", "_growth_tracker": 0}, "scale of 'x'"),
+        ({"scale": 2.0, "_growth_tracker": -1}, "tracker of -1"),
+    ],
+)
+def test_a_state_that_nothing_saved_is_refused(state: Any, said: str) -> None:
+    net = nn.Linear(2, 2)
+    amp = Amp(net, torch.optim.SGD(net.parameters()), "float16")
+    with pytest.raises(PolicyError, match=said):
+        amp.load_state_dict(state)
+    assert amp.loss_scale == 65536.0

@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
 from castwise.formats import parse_format
 from castwise.plan import Plan
-from castwise.policy import WEIGHTS, Policy
+from castwise.policy import Policy
 from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
 
 from . import _scale
+from ._amp_checks import check
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
 from ._gradients import all_finite, multiply, norm, parameters_of, values_of
@@ -81,7 +82,7 @@ class Amp(Watched):
             defaults to the preset of the plan's 16-bit format.
 
     Raises:
-        PolicyError: the policy is wrong for this model, or `accumulate` or `weights` are out of range.
+        PolicyError: the policy is wrong for this model, or another argument is not what it has to be.
     """
 
     def __init__(
@@ -97,19 +98,7 @@ class Amp(Watched):
         narrow_gradients: bool = False,
         plan: Plan | None = None,
     ) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise PolicyError(f"accumulate: {accumulate!r} must be a whole number of micro-batches, 1 or more")
-        if weights not in WEIGHTS:
-            raise PolicyError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
-        if narrow_gradients and accumulate > 1:
-            raise PolicyError(
-                "narrow_gradients: micro-batches do not add up in 16 bits. Leave it out, or accumulate=1."
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise PolicyError(
-                "Amp: LBFGS calls a closure several times per step, which a skipped or accumulated step cannot do. Use "
-                "castwise.torch.autocast in the closure, in bfloat16 or float32."
-            )
+        check(model, optimizer, scheduler, accumulate, weights, narrow_gradients)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ def state_of(amp: Amp) -> dict[str, Any]:
 
 def load_state(amp: Amp, state: dict[str, Any]) -> None:
     """See `Amp.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise PolicyError(f"Amp.load_state_dict: this is a {type(state).__name__}, not a state. {_MEANT}.")
     if "scale" in state and "_growth_tracker" in state:
         scaling = _from_grad_scaler(amp, state)
         micro, gradients = 0, []
@@ -59,6 +62,9 @@ def load_state(amp: Amp, state: dict[str, Any]) -> None:
                 f"Amp.load_state_dict: version {state.get('version')!r} is not known. {_MEANT}, or update Castwise if "
                 "a newer one saved it."
             )
+        missing = [key for key in ("scaling", "micro_step", "gradients", "weights") if key not in state]
+        if missing:
+            raise PolicyError(f"Amp.load_state_dict: the state lacks {', '.join(missing)}. {_MEANT}.")
         scaling = ScaleState.from_dict(state["scaling"])
         micro, gradients = int(state["micro_step"]), state["gradients"]
         _check_gradients(amp, micro, gradients)
@@ -77,10 +83,13 @@ def load_state(amp: Amp, state: dict[str, Any]) -> None:
 
 
 def _from_grad_scaler(amp: Amp, state: dict[str, Any]) -> ScaleState:
-    config = amp._config
-    bounded = min(max(float(state["scale"]), config.min_scale), config.max_scale)
-    scale = bounded if config.enabled else 1.0
-    return replace(initial_state(config), scale=scale, good_steps=int(state["_growth_tracker"]))
+    config, scale, good = amp._config, state["scale"], state["_growth_tracker"]
+    if not isinstance(scale, int | float) or not scale > 0 or not isinstance(good, int) or good < 0:
+        raise PolicyError(
+            f"Amp.load_state_dict: no GradScaler has a scale of {scale!r} and a growth tracker of {good!r}. {_MEANT}."
+        )
+    bounded = min(max(float(scale), config.min_scale), config.max_scale)
+    return replace(initial_state(config), scale=bounded if config.enabled else 1.0, good_steps=good)
 
 
 def _check_gradients(amp: Amp, micro: int, gradients: list[torch.Tensor | None]) -> None:
