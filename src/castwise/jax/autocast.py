@@ -57,6 +57,10 @@ def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto", *, plan: P
         PolicyError: the policy makes no sense, or asks for a format that JAX cannot compute in.
         PlanError: when called: the plan was made for another function.
 
+    Linear solvers (``jnp.linalg.solve``) stay in the formats they were written in: no backend factors in 16 bits. So do
+    the products that JAX makes when it differentiates one, which are no operations of ``fn``, and products that sum a
+    single term, which gain nothing and lose digits. ``report`` lists all of them.
+
     Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
     """
     region = _Region(fn, policy, plan)
