@@ -10,6 +10,7 @@ import pytest
 from castwise import Policy
 from castwise.cli import COMMANDS
 from castwise.presets import PRESETS
+from castwise.study import study
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +36,14 @@ def test_python_of_the_readme_runs_as_it_stands(
     printed = capsys.readouterr().out
     for promised in re.findall(r"# -> (.+)$", code, re.MULTILINE):
         assert promised.removesuffix(" ...") in printed
+
+
+def test_the_task_of_the_readme_can_be_studied(tmp_path: Path) -> None:
+    (code,) = (code for code in blocks(README, "python") if code.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    name = f"{tmp_path / 'train.py'}:Ripples"
+    results = study(name, precisions=["bf16"], steps=4, seeds=1, out=tmp_path / "out", report=False)
+    assert set(results["arms"]) == {"fp32", "bf16"}
 
 
 def test_the_policy_file_of_the_readme_loads() -> None:
