@@ -57,6 +57,9 @@ COMMANDS = {
         main="main_advise",
     ),
     "plan": Command("castwise._plan_cli", "decide the format of every operation of a torch model", extra="torch"),
+    "memory": Command(
+        "castwise._memory_cli", "say how much memory a training step takes, and what fits", extra="torch"
+    ),
     "watch": Command("castwise.watch.cli", "show a run that is being logged, in the terminal or as an HTML page"),
     "compare": Command(
         "castwise.watch.compare_cli", "run a step in float32 beside other precisions, layer by layer", extra="torch"
