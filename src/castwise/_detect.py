@@ -127,10 +127,8 @@ def with_peaks(device: Device, cores: int | None, clock: float | None) -> Device
 
 
 def _find_cpu() -> Device:
-    cpuinfo = ""
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        cpuinfo = path.read_text(encoding="utf-8", errors="replace")
+    cpuinfo = _text_of("/proc/cpuinfo")
+    if cpuinfo:
         flags = cpu_flags(cpuinfo)
     elif platform.system() == "Darwin":
         flags = flags_from_sysctl(_run("sysctl", "hw.optional"))
@@ -144,8 +142,16 @@ def _find_cpu() -> Device:
     return _with_memory(device, _ram())
 
 
+def _text_of(path: str) -> str:
+    """What the system tells in a file; empty where it has none, or a sandbox does not let it be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _numpy_flags() -> frozenset[str]:
-    """Flags as NumPy found them, where the system has no text to read (Windows)."""
+    """Flags as NumPy found them, where the system has no text to read (Windows, sandboxes)."""
     try:
         found: Mapping[str, bool] = importlib.import_module("numpy._core._multiarray_umath").__cpu_features__
     except (ImportError, AttributeError):  # not a public name of NumPy

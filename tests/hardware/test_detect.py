@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -216,3 +217,15 @@ def test_without_a_kind_the_answer_is_an_accelerator_or_the_cpu() -> None:
     device = detect()
     accelerators = ("cuda", "rocm", "xpu", "mps", "tpu", "npu")
     assert device.kind in accelerators or device == detect("cpu")
+
+
+def test_a_processor_that_may_not_be_read_about_is_found_through_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = detect("cpu")
+
+    def refused(self: Path, *args: object, **options: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    found = _detect._find_cpu()
+    assert found.kind == known.kind
+    assert "avx2" not in known.key or "avx2" in found.key
