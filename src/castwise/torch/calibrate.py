@@ -114,7 +114,7 @@ class _Pass:
         record, small = _range(values, self.fmt)
         self.meter.record(position, record)
         if y.requires_grad:
-            rounding = _Rounding(values, self.fmt, record.overflow > 0, small)
+            rounding = _Rounding(values, self.fmt, small)
             y.register_hook(lambda gradient: self._price(position, rounding, gradient))  # type: ignore[no-untyped-call]
 
     def read_by(self, position: int, op: int, alias: torch.Tensor) -> None:
@@ -248,18 +248,14 @@ class _Hooked(StudyRun):
 class _Rounding:
     """What rounding a tensor changes: found once, for all projections."""
 
-    def __init__(
-        self, values: torch.Tensor, fmt: NumberFormat, overflows: bool = True, small: torch.Tensor | None = None
-    ) -> None:
-        self.values, self.fmt, self.overflows, self.small = values, fmt, overflows, small
+    def __init__(self, values: torch.Tensor, fmt: NumberFormat, small: torch.Tensor | None = None) -> None:
+        self.values, self.fmt, self.small = values, fmt, small
 
     @cached_property
     def error(self) -> torch.Tensor:
         # Through the rounded dtype: fewer passes over memory than `castwise.risk.sensitivity`, and no copy to NumPy.
         error = self.values.to(dtype_of(self.fmt)).to(torch.float32).sub_(self.values)
-        if self.overflows:
-            error.masked_fill_(error.isfinite().logical_not_(), 0.0)
-        return error
+        return error.nan_to_num_(0.0, 0.0, 0.0)  # overflow is for ranges to tell, and infinities are masks
 
     def noise(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The variance that rounding adds to F, and the part of it from values below the smallest normal."""
