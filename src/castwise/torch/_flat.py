@@ -9,7 +9,7 @@ calling them by schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from . import _aten
+from ._caches import Returned, caches_of
 
 __all__ = ["FlatRun"]
 
@@ -29,25 +30,29 @@ _HOMES = (
 )
 
 _Place = tuple[dict[str, Any], str]
+_NOTHING: Mapping[str, Any] = {}
 
 
 class FlatRun:
     """Runs a graph on its flat inputs. Parameters and buffers are those of `model` where it has them."""
 
-    def __init__(self, module: fx.GraphModule, model: nn.Module | None) -> None:
+    def __init__(self, module: fx.GraphModule, model: nn.Module | None, returned: Returned | None = None) -> None:
         self._model = model
+        self._returned = returned if returned is not None and returned.caches else None
         self._out_spec = module._out_spec if hasattr(module, "_out_spec") else None
         graph, self._paths = _without_attributes(module.graph)
         self._source = module
         self._run: Callable[..., Any] = fx.GraphModule(module, graph).forward
         self._find()
 
-    def __call__(self, flat: Sequence[Any], *_as_they_came: Any) -> Any:
+    def __call__(self, flat: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Any:
         for children, name, child in self._owners:
             if children.get(name) is not child:
                 self._find()  # a submodule was replaced
                 break
         outputs = self._run(*flat, *[held[name] for held, name in self._places])
+        if self._returned is not None:
+            return self._returned.restored(outputs, caches_of(args, kwargs))
         return outputs if self._out_spec is None else pytree.tree_unflatten(outputs, self._out_spec)
 
     def _find(self) -> None:
@@ -106,9 +111,9 @@ def _direct(target: Any) -> Any:
         return target
     schema = target._schema
     takes_tensor = bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor"
-    if schema.is_mutable or not takes_tensor:
-        return target
     name = schema.name.partition("::")[2]
+    if schema.is_mutable or not takes_tensor or name.startswith("_"):  # `fx` cannot write calls of `torch.__and__`
+        return target
     for home, kind in _HOMES:
         found = getattr(home, name, None)
         if isinstance(found, kind):

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.catalogue import OpClass
 from castwise.plan import Plan
 
 from . import _aten
+from ._caches import Returned, caches_of, carried, packed_call
 from ._flat import FlatRun
 from ._rewrite import rewrite
 from .capture import Captured, capture, flat_inputs
@@ -38,6 +40,7 @@ _MOST_CALLS = 256
 """Kinds of call (shapes and formats of all inputs) whose graph is known without a search."""
 
 Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
+Run = Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def apply(model: nn.Module, plan: Plan, *, emulate: bool | None = None) -> Applied:
@@ -62,7 +65,7 @@ class _Graph:
 
     key: tuple[Any, ...]
     module: fx.GraphModule
-    run: Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
+    run: Run
     """Takes a call's inputs as a flat list, and as they came."""
     formats: Mapping[str, str]
 
@@ -148,19 +151,23 @@ class Applied(nn.Module):
         module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
         module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
         module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
-        graph = _Graph(key, module, self.runner(module), formats)
+        graph = _Graph(key, module, self.runner(module, captured.returned), formats)
         self._graphs.append(graph)
         return graph
 
-    def runner(self, module: fx.GraphModule) -> Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]:
+    def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a rewritten graph."""
         if self._wrap is None:
-            return FlatRun(module, self.castwise_model)
+            return FlatRun(module, self.castwise_model, returned)
         wrapped = self._wrap(module)
 
         def run(_flat: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _share_state(module, self.castwise_model)
-            return wrapped(*args, **kwargs)
+            if not returned.caches:
+                return wrapped(*args, **kwargs)
+            packed_args, packed_kwargs = packed_call(args, kwargs)
+            outputs = pytree.tree_leaves(wrapped(*packed_args, **packed_kwargs))
+            return returned.restored(outputs, caches_of(args, kwargs))
 
         return run
 
@@ -241,8 +248,9 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     flat = [*args, *kwargs.values()]
     if all(type(x) is torch.Tensor for x in flat):
         return flat, (len(args), *kwargs)
-    flat, structure = torch.utils._pytree.tree_flatten((args, kwargs))
-    return flat, structure
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    flat, caches = carried(leaves)
+    return flat, (structure, caches)
 
 
 def _exact_kind(x: Any) -> Any:

@@ -9,9 +9,11 @@ Control flow that depends on data cannot be captured; the caller is told where, 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,9 @@ from torch import fx, nn
 from castwise.errors import PlanError
 from castwise.graph import Graph, GraphBuilder, Kind
 
-from . import _aten
+from . import _aten, _caches
 from ._aten import Seen
+from ._caches import Returned, carried, packed_forward
 from ._functions import base_name
 from .emulation import format_of
 
@@ -50,6 +53,8 @@ class Captured:
     values: Mapping[fx.Node, Any]
     """Per node what its value looked like on the example inputs."""
     training: bool
+    returned: Returned
+    """How the caller gets back the key-value caches that the graph returns as tensors."""
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,13 +89,34 @@ def capture(
         CaptureError: torch.export cannot follow the model; the message says where.
     """
     args, kwargs = example_inputs if separate else as_call(example_inputs)
-    module = export(model, args, kwargs, dynamic)
-    return _Describer(module, (args, kwargs), training, type(model).__name__, fused).describe()
+    returned = Returned()
+    if not _caches.needs_packing(model.forward):
+        module = export(model, args, kwargs, dynamic)
+    else:
+        with _packing_forward(model, args, kwargs, returned) as packed:
+            module = export(model, *packed, dynamic)
+    return _Describer(module, (args, kwargs), training, type(model).__name__, fused).describe(returned)
+
+
+@contextlib.contextmanager
+def _packing_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Inside, the model's forward takes and returns tensors in place of key-value caches."""
+    before = model.__dict__.get("forward")
+    run, packed_args, packed_kwargs = packed_forward(model.forward, args, kwargs, returned)
+    model.__dict__["forward"] = run
+    try:
+        yield packed_args, packed_kwargs
+    finally:
+        model.__dict__.pop("forward")
+        if before is not None:
+            model.__dict__["forward"] = before
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> fx.GraphModule:
     """The model as a module of ATen calls that shares its parameters."""
-    shapes = _dynamic_shapes((args, kwargs)) if dynamic else None
+    shapes = _dynamic_shapes(model, args, kwargs) if dynamic else None
     attempts = [shapes, None] if shapes is not None else [None]
     error: Exception | None = None
     for attempt in attempts:
@@ -104,6 +130,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
             error = failure
             if attempt is not None:
                 log.info("%s has shapes that cannot vary: captured for the example's shapes", type(model).__name__)
+                log.debug("%s", failure)
     first = str(error).strip().splitlines()[0] if error is not None and str(error).strip() else repr(error)
     raise CaptureError(
         f"{type(model).__name__} cannot be captured as one graph: {first} Run it eagerly under a preset "
@@ -111,17 +138,19 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyna
     ) from error
 
 
-def _dynamic_shapes(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+def _dynamic_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By name of each argument of forward, which sizes may vary: all but those that are one."""
+
     def dims(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return {i: torch.export.Dim.AUTO for i, size in enumerate(x.shape) if size > 1}
         return None
 
-    tree = torch.utils._pytree.tree_map(dims, call)
-    args, kwargs = tree
-    if kwargs and args:
-        return None
-    return kwargs or args
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None  # the call does not fit, which torch.export will say better
+    return torch.utils._pytree.tree_map(dims, dict(bound))
 
 
 class _Describer:
@@ -135,7 +164,7 @@ class _Describer:
         self.values = _example_values(module, call)
         self.returned = {n for node in module.graph.nodes if node.op == "output" for n in node.all_input_nodes}
 
-    def describe(self) -> Captured:
+    def describe(self, returned: Returned) -> Captured:
         for node in self.module.graph.nodes:
             value = self.values.get(node)
             if node.op == "placeholder":
@@ -147,7 +176,7 @@ class _Describer:
                 self._call(node, value)
         graph = self.build.build(training=self.training)
         tensors = {name: node for node, name in self.names.items()}
-        return Captured(self.module, graph, self.ops, tensors, self.values, self.training)
+        return Captured(self.module, graph, self.ops, tensors, self.values, self.training, returned)
 
     def _given(self, node: fx.Node, value: Any, kind: Kind) -> None:
         if isinstance(value, Seen):
@@ -282,7 +311,7 @@ def _example_values(module: fx.GraphModule, call: Any) -> _Values:
 
 def flat_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """A call's arguments as the graph's placeholders take them."""
-    return list(torch.utils._pytree.tree_flatten((args, kwargs))[0])
+    return carried(torch.utils._pytree.tree_flatten((args, kwargs))[0])[0]
 
 
 def _look(x: Any) -> Any:

@@ -21,8 +21,9 @@ from castwise.plan import Plan as NeutralPlan
 from castwise.policy import Policy
 
 from . import _aten
+from ._caches import Returned
 from ._flat import FlatRun
-from .apply import Applied, _Graph
+from .apply import Applied, Run, _Graph
 from .autocast import autocast
 from .capture import CaptureError
 from .planning import Loss, plan
@@ -53,9 +54,9 @@ class Inference(Applied):
         with evaluating(self.castwise_model):
             return super().add_graph(call, key)
 
-    def runner(self, module: fx.GraphModule) -> Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]:
+    def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a graph on weights as they were when it was made."""
-        return FlatRun(with_kept_constants(module), None)
+        return FlatRun(with_kept_constants(module), None, returned)
 
 
 def for_inference(
