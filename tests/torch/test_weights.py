@@ -489,3 +489,39 @@ def test_random_rounding_keeps_nan_and_infinity() -> None:
     for dtype in (BF16, torch.float16):
         y = round_stochastic(x, dtype).float()
         assert y[0].isnan() and y[1] == float("inf") and y[2] == -float("inf") and y[4] == 1.0
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen 16-bit layer and a low-rank adapter beside it, as LoRA has them (arXiv:2106.09685)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(16, 16).to(BF16).requires_grad_(False)
+        self.a, self.b = nn.Linear(16, 2, bias=False).to(dtype), nn.Linear(2, 16, bias=False).to(dtype)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x).float() + self.b(self.a(x.to(self.a.weight.dtype))).float()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adapters_learn_beside_a_frozen_16_bit_base_that_keeps_nothing(mode: str) -> None:
+    losses = {}
+    for dtype in (torch.float32, BF16):
+        model = Adapted(dtype)
+        frozen = copy.deepcopy(model.base.state_dict())
+        amp = Amp(model, torch.optim.AdamW(model.parameters(), 1e-3), "bfloat16", weights=mode)
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(3)).to(BF16)
+        target = model.base(x).float().roll(1, -1).detach()
+        for _ in range(60):
+            with amp:
+                loss = (model(x) - target).square().mean()
+            assert amp.step(loss).stepped
+        losses[dtype] = loss.item()
+        assert all(torch.equal(v, frozen[k]) for k, v in model.base.state_dict().items())
+        assert len(amp._wide.kept) == (0 if dtype is torch.float32 else 2)  # two adapters, and nothing of the base
+    assert losses[BF16] == pytest.approx(losses[torch.float32], rel=0.05)
