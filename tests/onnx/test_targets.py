@@ -81,6 +81,22 @@ def test_auto_lowers_a_product_that_pays_for_its_casts_and_not_one_that_does_not
     assert convert(small, format="auto", calibration=FEED, target="onnxruntime-cuda").report.products_low == 0
 
 
+def test_auto_takes_bfloat16_where_values_leave_the_range_of_float16_and_the_device_has_both():
+    width = 1024
+    nodes = [H.make_node("MatMul", ["x", "w"], ["h"]), H.make_node("MatMul", ["h", "v"], ["y"])]
+    inputs = [vi(name, T.FLOAT, [width, width]) for name in ("x", "w", "v")]
+    model = H.make_model(
+        H.make_graph(nodes, "g", inputs, [vi("y", T.FLOAT, [width, width])]),
+        opset_imports=[H.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    feed = {name: np.zeros((width, width), np.float32) for name in ("x", "w", "v")}
+    assert convert(model, format="auto", calibration=feed, target="onnxruntime-cuda").fmt == "fp16"
+    large = {**feed, "x": np.full((width, width), 2.0**20, np.float32)}
+    done = convert(model, format="auto", calibration=large, target="onnxruntime-cuda")
+    assert done.fmt == "bf16" and done.report.products_low == 2
+
+
 def test_a_changed_model_is_noticed_when_it_is_verified():
     source = _model()
     done = convert(source, calibration=FEED, tolerance=1e-2)

@@ -105,23 +105,44 @@ def convert(
     """
     started = time.perf_counter()
     profile = _targets.get(target) if target is not None else None
-    fmt = _targets.choose_format(format, profile)
+    formats = _targets.choose_formats(format, profile)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < float(tolerance) < float("inf")):
         raise ConversionError(f"tolerance: {tolerance!r} is no error to keep. Give a positive number such as 1e-2.")
     source = read(model)
-    rules = replace(Policy() if policy is None else Policy.coerce(policy), format=parse_format(fmt).long_name)
-    rules = rules.resolve(profile.device if profile is not None else None)
-    settings = {
-        "format": format,
-        "tolerance": repr(tolerance),
-        "keep_io": keep_io,
-        "target": target,
-        "rules": rules.to_dict(),
-    }
-    work = _Work(source, fmt, keep_io, rules, profile, tolerance, auto=format == "auto", settings=settings)
-    if is_unchanged(source.skeleton, settings):
-        return work.unchanged(started)
-    return work.run(calibration, started)
+    base = Policy() if policy is None else Policy.coerce(policy)
+    works = []
+    for fmt in formats:
+        rules = replace(base, format=parse_format(fmt).long_name)
+        rules = rules.resolve(profile.device if profile is not None else None)
+        settings = {
+            "format": format,
+            "tolerance": repr(tolerance),
+            "keep_io": keep_io,
+            "target": target,
+            "rules": rules.to_dict(),
+        }
+        works.append(_Work(source, fmt, keep_io, rules, profile, tolerance, auto=format == "auto", settings=settings))
+        if is_unchanged(source.skeleton, settings):
+            return works[-1].unchanged(started)
+    return _fastest(works, calibration, started)
+
+
+def _fastest(works: list[_Work], calibration: object, started: float) -> Conversion:
+    """The one that is predicted to be the fastest. A further format is tried where the best leaves products wide."""
+    best = works[0].run(calibration, started)
+    for work in works[1:]:
+        if best.report.products_low == best.report.products:
+            break
+        work.tolerance = work.tolerance if work.tolerance is not None else TOLERANCES[best.fmt]
+        try:
+            other = work.run(calibration, started)
+        except ConversionError as error:
+            log.info("%s: %s", work.fmt, error)
+            continue
+        assert best.plan is not None and other.plan is not None
+        if other.plan.score.seconds < best.plan.score.seconds:
+            best = other
+    return best
 
 
 @dataclass

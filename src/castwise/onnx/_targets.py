@@ -23,7 +23,7 @@ from castwise.hardware import Device, Support, detect, get_device
 from castwise.onnx._capture import Captured
 from castwise.onnx._errors import ConversionError
 
-__all__ = ["TARGETS", "Target", "advice", "choose_format", "costs", "get", "lacking"]
+__all__ = ["TARGETS", "Target", "advice", "choose_formats", "costs", "get", "lacking"]
 
 TARGETS = ("onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "openvino")
 _PLANNED = ("fp16", "bf16")
@@ -71,21 +71,22 @@ def _data() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def choose_format(format: str, target: Target | None) -> str:
-    """The 16-bit format to plan in, by its short name. ``"auto"``: fp16, or bf16 where the device has only that.
+def choose_formats(format: str, target: Target | None) -> tuple[str, ...]:
+    """The 16-bit formats to plan in, by their short names, the first one first.
 
-    fp16 has eight times the precision, and what leaves its range is measured and kept in fp32.
+    ``"auto"``: those that the device computes natively. fp16 comes first: it has eight times the precision, and what
+    leaves its range is measured and kept in fp32. Only where that happens has bf16 a plan to offer.
     """
     if format == "auto":
-        native = {fmt for fmt in _PLANNED if target is not None and target.device.supports(fmt) is Support.native}
-        return "bf16" if native == {"bf16"} else "fp16"
+        device = target.device if target is not None else get_device(_USUAL_DEVICE)
+        return tuple(fmt for fmt in _PLANNED if device.supports(fmt) is Support.native) or _PLANNED[:1]
     try:
         name = parse_format(format).name
     except FormatError as error:
         raise ConversionError(f"format: {error}") from error
     if name not in _PLANNED:
         raise ConversionError(f"format: ONNX models are planned in float16 or bfloat16, not in {format!r}. Choose one.")
-    return name
+    return (name,)
 
 
 def lacking(target: Target | None, captured: Captured, auto: bool) -> dict[int, str]:
