@@ -437,3 +437,63 @@ def test_a_broken_computation_is_never_skipped_for_ever() -> None:
                 loss = total(model(inputs()))
             amp.step(loss)
     assert amp.events[-1].name == "stop"
+
+
+# ---- programs that go wrong, are compiled, or wrapped ----------------------------------------------------------------
+
+
+def test_a_forward_that_raised_and_one_that_was_not_used_are_not_replayed() -> None:
+    model = Stack(Block())
+    amp = amp_for(model)
+    with pytest.raises(RuntimeError, match="shapes"), amp:
+        model(torch.randn(3, 7))
+    with amp:
+        model(inputs() * INF)
+        loss = total(model(inputs() * NAN))
+    amp.step(loss)
+    assert amp.finding is not None and amp.finding.kind is Kind.DATA and "NaN" in amp.finding.evidence
+    assert "inf" not in amp.finding.evidence
+
+
+def test_a_replay_that_fails_is_told_and_does_not_end_training(caplog: pytest.LogCaptureFixture) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise ValueError("only once")
+            return self.linear(x) * NAN
+
+    with caplog.at_level("WARNING", "castwise.torch.guard"):
+        found = finding(Once(), inputs())
+    assert found.kind is Kind.UNKNOWN and "only once" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the tracer's own
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a child"])
+def test_compiled_models_are_seen_through(how: str) -> None:
+    model = Stack(Block(), Block(1e6))
+    called: Any = model
+    if how == "wrapped":
+        called = torch.compile(model, backend="aot_eager")
+    elif how == "in place":
+        model.compile(backend="aot_eager")
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], backend="aot_eager")  # type: ignore[assignment]
+    found = finding(called, inputs())
+    assert (found.kind, found.op) == (Kind.RANGE, "mul")
+    assert found.layer.replace("_orig_mod.", "").replace("._orig_mod", "") == "blocks.1"
+
+
+def test_a_model_in_a_wrapper_for_several_processes_is_seen_through(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for model, phase in ((Stack(Block(), Block(1e6)), "forward"), (Stack(Block(), Cliff(1e8)), "backward")):
+            found = finding(nn.parallel.DistributedDataParallel(model), inputs())
+            assert (found.layer, found.kind, found.phase) == ("module.blocks.1", Kind.RANGE, phase)
+    finally:
+        torch.distributed.destroy_process_group()

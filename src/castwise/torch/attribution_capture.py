@@ -38,8 +38,9 @@ class Call:
         versions: the version counters of those tensors.
         generators: random states before the call.
         buffers: copies of the model's buffers before the call; only of careful recording.
-        gradients: of its floating outputs, by position, as the step's own backward computed them.
         step: a number that the owner gives; calls of one step have the same.
+        differentiable: whether its outputs could receive gradients.
+        gradients: of its floating outputs, by position, as the step's own backward computed them.
     """
 
     module: nn.Module
@@ -50,6 +51,7 @@ class Call:
     generators: dict[str, Any]
     buffers: dict[str, torch.Tensor] | None
     step: int
+    differentiable: bool = False
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -106,6 +108,11 @@ class Recorder:
         if self._compiled is not None:
             self.model._compiled_call_impl, self._compiled = self._compiled, None
 
+    def used(self) -> list[Call]:
+        """The calls that the loss was made of: not those whose outputs wait for gradients while others got theirs."""
+        served = {call.step for call in self.calls if call.gradients}
+        return [c for c in self.calls if c.gradients or not c.differentiable or c.step not in served]
+
     def fade(self, before: int) -> None:
         """Let go of the calls of steps before a number, and of the gradients that the others' outputs received."""
         while self.calls and self.calls[0].step < before:
@@ -142,7 +149,11 @@ class Recorder:
         self._local.call = None
         if call is None:
             return
+        if output is None:  # the forward raised, or gave nothing
+            self.calls.remove(call)
+            return
         for position, (_, y) in enumerate(tensors_in(output)):
+            call.differentiable |= y.grad_fn is not None
             if y.grad_fn is not None:  # a leaf, such as a weight that is handed out, would keep the hook for ever
                 y.register_hook(_Keep(call, position))  # type: ignore[no-untyped-call]
 

@@ -137,11 +137,14 @@ class Guard:
                 self._try_without(one, self._remedy)
 
     def _try_without(self, one: Raised, remedy: Remedy) -> None:
-        calls = [c for c in self.recorder.calls if not c.overwritten]
+        calls = [c for c in self.recorder.used() if not c.overwritten]
         if not calls:
             return
         remedy.apply(tuple(r for r in self.state.raised if r.key != one.key))
-        if remedy.broken(calls) is None:
+        well = False
+        with self._harmless("giving a layer back"):
+            well = remedy.broken(calls) is None
+        if well:
             self.state = guard.given_back(self.state, one)
             self._tell("give_back", f"{_named(one)} computes in its own format again", layer=one.layer)
             return
@@ -182,15 +185,12 @@ class Guard:
         losses = [loss.tensor() for _, loss in self._losses]
         useful = [s for s in scales if s >= self.config.warn_scale_below]
         found: tuple[Finding, Call | None] | None = None
-        if not any(call.overwritten for call in self.recorder.calls):
-            found = attribute(
-                self._replay,
-                list(self.recorder.calls),
-                self.context,
-                scale=scale,
-                scales=useful,
-                device_type=self.device_type,
-            )
+        calls = self.recorder.used()
+        if not any(call.overwritten for call in calls):
+            with self._harmless("looking for the layer that broke"):
+                found = attribute(
+                    self._replay, calls, self.context, scale=scale, scales=useful, device_type=self.device_type
+                )
         if found is None or found[0].kind is Kind.UNKNOWN:
             root = self._trace.root([*gradients, *losses]) if self._trace is not None else None
             if root is not None and not (isinstance(root, Source) and root.kind == "gradient"):
@@ -228,11 +228,15 @@ class Guard:
     def _raise(self, finding: Finding, call: Call | None) -> bool:
         if self._remedy is None or call is None:
             return False
-        calls, before = list(self.recorder.calls), self.state.raised
-        new = self._remedy.find(calls, before)
-        if new is None:
+        calls, before = self.recorder.used(), self.state.raised
+        new: list[Raised] | None = None
+        prices: list[Price] = []
+        with self._harmless("raising a layer"):
+            new = self._remedy.find(calls, before)
+            prices = self._remedy.price(call, new, before) if new is not None else []
+        if not new or not prices:
+            self._remedy.apply(before)
             return False
-        prices = self._remedy.price(call, new, before)
         for one, price in zip(new, prices, strict=True):
             self.state = guard.raised(self.state, one.layer, one.ops, self.step, self.config)
             self._tell_raised(one, price, finding)
@@ -260,6 +264,14 @@ class Guard:
         )
         self._tell("stop", message, **finding.to_dict())
         return NonFiniteError(message)
+
+    @contextlib.contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """An error of a replay is told, and does not end the training that it should help."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("step %d: %s failed: %s: %s", self.step, what, type(error).__name__, error)
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
