@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import types
@@ -56,8 +55,8 @@ class Rules:
 
     def under(self, policy: Policy) -> Rules:
         """The same decisions, as those of a policy that differs only in what is not for this layer."""
-        twin = copy.copy(self)
-        twin.policy, twin.seen, twin.traced = policy, dict(self.seen), types.SimpleNamespace()
+        twin = object.__new__(Rules)
+        twin.__dict__ |= self.__dict__ | {"policy": policy, "seen": dict(self.seen), "traced": types.SimpleNamespace()}
         return twin
 
     @property
