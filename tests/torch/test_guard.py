@@ -252,7 +252,7 @@ def test_a_device_that_runs_ahead_is_guarded_too(monkeypatch: pytest.MonkeyPatch
     amp = Amp(model, torch.optim.AdamW(model.parameters(), 3e-3, fused=True), policy("float16"))
     losses = train(amp, 30)
     assert {next(g for g in GUILTY if rule.match.startswith(g)) for rule in amp.policy.layers} == set(GUILTY)
-    assert sum(losses[-5:]) < 0.97 * sum(losses[1:6])
+    assert sum(losses[-5:]) / 5 < 0.97 * sum(losses[2:5]) / 3  # what the device knew late is NaN before
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
