@@ -6,6 +6,7 @@ policy, and from the formats of the arguments where the rule is to follow them; 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -367,6 +368,9 @@ def _target(
     out = kwargs.get("out")
     if isinstance(out, torch.Tensor):
         return out.dtype if out.dtype in _CASTABLE else None
+    asked = kwargs.get("dtype")
+    if call.stores_constant and isinstance(asked, torch.dtype) and asked in _LOW:
+        return asked  # torch.full(size, -1e9, dtype=scores.dtype)
     if not floats:
         return None
     dtypes = {x.dtype for x in floats if x.dim()} or {x.dtype for x in floats}
@@ -379,13 +383,18 @@ def _target(
 def _has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = type(a)
-        if kind is float or kind is int:
-            if not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
-                return True
-        elif (kind is Tensor or isinstance(a, Tensor)) and not a.dim() and len(args) > 1:
-            return True  # a constant in a 0-d tensor
+        if kind is Tensor or isinstance(a, Tensor):
+            if not a.dim() and len(args) > 1:
+                return True  # a constant in a 0-d tensor
+        elif _is_number(a, kind) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
+            return True
     return False
 
 
+def _is_number(value: object, kind: type) -> bool:
+    """Python's numbers and NumPy's scalars; True and False are neither."""
+    return kind is float or kind is int or (kind not in _PLAIN and isinstance(value, numbers.Real))
+
+
 def _fit(value: Any, dtype: torch.dtype) -> Any:
-    return fits(value, dtype) if type(value) in (float, int) else value
+    return fits(value, dtype) if _is_number(value, type(value)) else value

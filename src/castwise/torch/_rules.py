@@ -53,6 +53,10 @@ class Rules:
             if call is not None:
                 self.seen[function] = call
 
+    def __reduce__(self) -> tuple[Callable[..., Rules], tuple[Any, ...]]:
+        """Copies and pickles are the same decisions again: the tables name callables that cannot be pickled."""
+        return rules_for, (self.policy, self.device_type, *([self.layer] if self.layer else []))  # as `autocast` asks
+
     def under(self, policy: Policy) -> Rules:
         """The same decisions, as those of a policy that differs only in what is not for this layer."""
         twin = object.__new__(Rules)
@@ -92,6 +96,8 @@ class Rules:
             )
         if _writes_untold(function):
             return Call(info.name, Rule.WIDEST, untold=True, reason="an optimizer's update: kept casts get old by it")
+        if _beside_quantized_weights(function, info.name):
+            return Call(info.name, Rule.HIGH, reason="kernels of quantized weights take float32 inputs alone")
         entry = info.entry
         if isinstance(function, types.FunctionType) and entry is None:
             return None
@@ -148,6 +154,14 @@ def _writes_untold(function: Function) -> bool:
     """Whether this is one of torch's fused optimizer updates, which write weights behind the version counter."""
     name = getattr(function, "__name__", "").partition(".")[0]  # an overload's name ends in ".default"
     return name.startswith("_fused_") and name.endswith("_")
+
+
+def _beside_quantized_weights(function: Function, name: str) -> bool:
+    """Whether this is an op on packed integer weights, whose floating inputs have to be float32."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace == "quantized"
+    module = getattr(function, "__module__", "")
+    return name.startswith(("quantized_", "fbgemm_linear_")) or module == "torch._ops.quantized"
 
 
 def _torch_follows(entry: OpEntry | None) -> bool:

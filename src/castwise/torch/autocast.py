@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from castwise.errors import PolicyError
+from castwise.errors import CastwiseError, PolicyError
 from castwise.formats import parse_format
 from castwise.policy import Policy
 
@@ -151,8 +151,17 @@ class autocast:
             self._traced.pop().leave()
             return
         thread = threading.get_ident()
-        index = next(i for i in reversed(range(len(self._entered))) if self._entered[i][0] == thread)
+        index = next((i for i in reversed(range(len(self._entered))) if self._entered[i][0] == thread), None)
+        if index is None:
+            raise CastwiseError(
+                "autocast: this context is left on a thread that has not entered it, or was left already. Enter and "
+                "leave it on one thread, with `with` or one __enter__ for each __exit__."
+            )
         self._entered.pop(index)[1].leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: how to enter, not what was entered where."""
+        return {**self.__dict__, "_entered": [], "_traced": []}
 
     def refresh(self) -> None:
         """Forget the kept casts of this region: call it after writing weights through `.data` or NumPy."""

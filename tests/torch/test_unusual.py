@@ -1,0 +1,142 @@
+"""What programs do beside ordinary training: constants of other kinds, quantized parts, copies and pickles of
+contexts.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import hardshrink, pad, threshold
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
+
+from castwise.errors import CastwiseError
+from castwise.torch import autocast, is_autocast_enabled
+
+LOWEST = torch.finfo(torch.float16).min
+
+
+def scores() -> Tensor:
+    """A float16 activation, made in the region that is active."""
+    torch.manual_seed(0)
+    return torch.randn(3, 4) @ torch.randn(4, 4)
+
+
+WRITES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "masked_fill": lambda h, v: h.masked_fill(torch.ones(3, 4).bool(), v),
+    "full_like": lambda h, v: torch.full_like(h, v),
+    "fill_": lambda h, v: h.fill_(v),
+    "pad": lambda h, v: pad(h, (0, 1), value=v)[:, -1:],
+    "clamp": lambda h, v: h.clamp(max=v),
+}
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(-1e9), np.float64(-1e9), np.int64(-(10**9))], ids=["float32", "float64", "int64"]
+)
+@pytest.mark.parametrize("op", WRITES)
+def test_numpy_constants_beyond_float16_become_its_lowest_value(op: str, value: Any) -> None:
+    with autocast("cpu", torch.float16):
+        written = WRITES[op](scores(), value)
+    assert written.dtype is torch.float16
+    assert bool((written == LOWEST).all())
+
+
+PADDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad_sequence": lambda h: pad_sequence([h, h[:1]], batch_first=True, padding_value=-1e9)[1, 1:],
+    "pad_packed_sequence": lambda h: pad_packed_sequence(pack_sequence([h, h[:1]]), True, padding_value=-1e9)[0][1, 1:],
+    "nested": lambda h: torch.nested.nested_tensor([h, h[:1]], layout=torch.jagged).to_padded_tensor(-1e9)[1, 1:],
+    "full": lambda h: torch.full((2, 2), -1e9, dtype=h.dtype),
+    "threshold": lambda h: threshold(h, 100.0, -1e9),
+}
+
+
+@pytest.mark.parametrize("op", PADDED)
+def test_padding_beyond_float16_becomes_its_lowest_value(op: str) -> None:
+    with autocast("cpu", torch.float16):
+        padding = PADDED[op](scores())
+    assert padding.dtype is torch.float16
+    assert bool((padding == LOWEST).all())
+
+
+def test_a_shrinkage_beyond_float16_leaves_nothing() -> None:
+    with autocast("cpu", torch.float16):
+        assert not hardshrink(scores(), 1e9).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "lstm"])
+def test_quantized_layers_take_low_activations(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8)
+    model = nn.Sequential(nn.LSTM(8, 8) if kind == "lstm" else nn.Linear(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear, nn.LSTM}, torch.qint8)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        wide = quantized(first(x))
+        with autocast("cpu", dtype):
+            low = quantized(first(x))
+    wide, low = (y[0] if kind == "lstm" else y for y in (wide, low))
+    torch.testing.assert_close(low.float(), wide, rtol=0.05, atol=0.05)
+
+
+class Contained(nn.Module):
+    """A model that holds its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.context = autocast("cpu", torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context:
+            assert x.shape[-1] == 4 and x.device.type == "cpu"
+            return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_used_model_that_holds_a_context_can_be_copied(way: Callable[[Any], Any], inside: bool) -> None:
+    model, x = Contained(), torch.randn(2, 4)
+    expected = model(x)
+    if inside:
+        with model.context:
+            twin = way(model)
+    else:
+        twin = way(model)
+    assert not is_autocast_enabled()
+    assert torch.equal(twin(x), expected) and expected.dtype is torch.bfloat16
+    assert (x @ x.mT).dtype is torch.float32
+    assert twin.context.rules is model.context.rules  # one table of decisions, not one per copy
+
+
+def test_leaving_a_context_that_was_not_entered_says_so() -> None:
+    context = autocast("cpu", torch.bfloat16)
+    with pytest.raises(CastwiseError, match="has not entered it"):
+        context.__exit__(None, None, None)
+    errors: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            context.__exit__(None, None, None)
+        except CastwiseError as error:
+            errors.append(error)
+
+    with context:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert is_autocast_enabled()
+    assert len(errors) == 1 and not is_autocast_enabled()
