@@ -115,13 +115,17 @@ class Report:
             _table("Largest values", ("tensor", "largest |value|"), [(n, f"{v:.4g}") for n, v in self.largest]),
             _table("Made for", ("what", "value"), list(self.fingerprint.items())),
         ]
-        return f"<!doctype html><meta charset=utf-8><title>{html.escape(self.model)}</title>{_STYLE}{''.join(parts)}\n"
+        title = f"<title>{html.escape(self.model)}</title>"
+        return f"<!doctype html><html lang=en>{_HEAD}{title}{_STYLE}<body>{''.join(parts)}\n"
 
 
+_HEAD = "<meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
 _STYLE = (
-    "<style>body{font:15px system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}"
-    "table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.25em .6em;border-bottom:1px solid #ddd;"
-    "vertical-align:top;overflow-wrap:anywhere}h2{margin-top:1.6em;font-size:1.1em}</style>"
+    "<style>:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;"
+    "padding:0 1em}table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.25em .6em .25em 0;"
+    "border-bottom:1px solid color-mix(in srgb,currentColor 18%,transparent);vertical-align:top;overflow-wrap:anywhere}"
+    "td{font-variant-numeric:tabular-nums}h1{font-size:1.5em;overflow-wrap:anywhere}h2{margin-top:1.6em;"
+    "font-size:1.1em}</style>"
 )
 
 
