@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -99,6 +99,7 @@ class FusedStep:
         self.cache = cache
         self.state_dtype = state_dtype
         self._scratch: dict[tuple[torch.device, str], torch.Tensor] = {}
+        self.pieces_at_most: int | None = None  # to count memory: all pieces take the same
 
     def why_not(self) -> str:
         """Why the optimizer has to step itself now; empty if it need not."""
@@ -141,7 +142,7 @@ class FusedStep:
             for w in weights:
                 update.count(w.state, found_inf)
             for _, alike in groupby(weights, key=lambda w: (w.weight.device, w.first)):
-                for parts in self._pieces(list(alike), update, divisor):
+                for parts in islice(self._pieces(list(alike), update, divisor), self.pieces_at_most):
                     self._step_piece(update, parts, group, divisor, found_inf)
         # torch's fused updates write behind the version counter, by which kept casts know their age.
         torch.autograd.graph.increment_version(stepped)

@@ -33,6 +33,7 @@ from castwise.policy import Policy
 
 from ._gradients import norm, parameters_of, values_of
 from ._rules import Rules
+from ._updates import UPDATES
 from .amp import Amp
 from .emulation import Arithmetic, dtype_of
 
@@ -182,6 +183,8 @@ def _steps(
     parameters = count.now
     optimizer = work.optimizer(model)
     amp = Amp(model, optimizer, policy, weights=weights, **options)
+    if type(optimizer) in UPDATES and UPDATES[type(optimizer)].elementwise:
+        amp._stepper._fused.pieces_at_most = 2
     kept = count.now - parameters
     if native:
         amp._rules = _native(amp._rules)
