@@ -19,7 +19,7 @@ from torch.nn.functional import hardshrink, pad, threshold
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
 from castwise.errors import CastwiseError
-from castwise.torch import autocast, is_autocast_enabled
+from castwise.torch import autocast, is_autocast_enabled, register_op
 
 LOWEST = torch.finfo(torch.float16).min
 
@@ -140,3 +140,41 @@ def test_leaving_a_context_that_was_not_entered_says_so() -> None:
         thread.join()
         assert is_autocast_enabled()
     assert len(errors) == 1 and not is_autocast_enabled()
+
+
+# ---- custom ops that write -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("castwise_tests::add_into", mutates_args=("x",))
+def add_into(x: Tensor, y: Tensor) -> None:
+    x.add_(y.to(x.dtype))
+
+
+@torch.library.custom_op("castwise_tests::add_onto", mutates_args=("out",))
+def add_onto(x: Tensor, out: Tensor) -> None:
+    out.add_(x.to(out.dtype))
+
+
+@pytest.mark.parametrize("rule", ["low", "high", "widest", "keep"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_custom_op_writes_into_what_it_was_given(rule: str, dtype: torch.dtype) -> None:
+    register_op(add_into, rule)
+    x = torch.zeros(3, dtype=dtype)
+    with autocast("cpu", torch.float16):
+        add_into(x, torch.ones(3))
+    assert torch.equal(x, torch.ones(3, dtype=dtype))
+
+
+def test_an_op_that_writes_another_argument_is_left_alone_and_takes_no_rule() -> None:
+    with pytest.raises(CastwiseError, match=r"add_onto.*argument 1.*\"keep\""):
+        register_op(add_onto, "low")
+    out = torch.zeros(3, dtype=torch.float16)
+    with autocast("cpu", torch.float16):
+        add_onto(torch.ones(3), out)
+    assert torch.equal(out, torch.ones(3, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("rule", [None, 3])
+def test_a_rule_that_is_no_name_is_refused(rule: Any) -> None:
+    with pytest.raises(CastwiseError, match="is no name"):
+        register_op(torch.matmul, rule)

@@ -40,6 +40,7 @@ class FunctionInfo:
     entry: OpEntry | None
     writes_first: bool  # in-place: the first argument is the destination, whose format is not ours to change
     descend: Function | None  # the body of a Python composite, callable without being intercepted as a whole
+    writes_others: bool = False  # an op of a user's that writes other arguments too, in which no cast may take part
 
 
 def base_name(function: Function) -> tuple[str, bool]:
@@ -61,6 +62,15 @@ def base_name(function: Function) -> tuple[str, bool]:
     if name.endswith("_") and not name.startswith("_"):
         return name[:-1], True
     return name, False
+
+
+def written_arguments(function: Function) -> list[str | int]:
+    """What an op from a library writes, as its schema says: positions, and names of keyword-only arguments."""
+    overload = getattr(function, "default", None) if isinstance(function, torch._ops.OpOverloadPacket) else function
+    if not isinstance(overload, torch._ops.OpOverload):
+        return []
+    written = enumerate(overload._schema.arguments)
+    return [a.name if a.kwarg_only else i for i, a in written if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _not_overridden(*_: object, **__: object) -> bool:
@@ -93,7 +103,8 @@ def describe(function: Function) -> FunctionInfo:
     body = None
     if entry is not None and entry.composite and isinstance(function, types.FunctionType):
         body = without_interception(function)
-    return FunctionInfo(name, entry, in_place, body)
+    written = written_arguments(function) if entry is None else []
+    return FunctionInfo(name, entry, in_place or written[:1] == [0], body, any(w != 0 for w in written))
 
 
 def trace_as(function: Function) -> Function:

@@ -11,6 +11,7 @@ import torch
 from castwise.errors import CatalogueError, did_you_mean
 from castwise.formats import parse_format
 
+from ._functions import written_arguments
 from ._traced import as_is_inside
 
 Function = Callable[..., Any]
@@ -40,12 +41,15 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
             inputs are brought to the widest among them) or "keep" (inputs are left as they are).
         cast_inputs: a fixed dtype instead of a rule, as in `torch.library.register_autocast`.
 
+    An op that writes into its first argument is computed in that argument's format, whatever the rule.
     Positional and keyword arguments, also keyword-only ones, and tensors in lists, tuples and dicts are cast.
     Inside the forward of a registered autograd Function no further casting happens. Returns `op`.
 
     Raises:
         CatalogueError: the rule is none of the four, or `op` is not something that torch can hand to a region.
     """
+    if not isinstance(rule, str):
+        raise CatalogueError(f"register_op: rule {rule!r} is no name. Use one of {', '.join(_SETTINGS)}.")
     setting = rule if cast_inputs is None else parse_format(cast_inputs).name
     if cast_inputs is None and setting not in _SETTINGS:
         raise CatalogueError(
@@ -60,6 +64,12 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
     if not callable(target):
         raise CatalogueError(
             f"register_op: {op!r} is not callable; give an op, a function or an autograd Function class."
+        )
+    written = [w for w in written_arguments(target) if w != 0]
+    if written and setting != "keep":
+        raise CatalogueError(
+            f"register_op: {target} writes into its argument {written[0]!r}, so what a cast made of it would be "
+            'written instead. Use "keep", or an op that returns its result or writes into its first argument alone.'
         )
     _RULES[target] = setting
     if isinstance(target, torch._ops.OpOverload):

@@ -90,6 +90,8 @@ class Rules:
         own = registered_rule(function)
         if own is not None:
             return self.registered_call(info.name, own, info.writes_first)
+        if info.writes_others:
+            return None
         if info.descend is not None:
             return Call(
                 info.name, Rule.WIDEST, descend=info.descend, reason="a Python composite: its own calls are decided"
@@ -137,13 +139,15 @@ class Rules:
         if setting == Rule.WIDEST:
             return Call(name, Rule.WIDEST, writes_first=writes_first, reason=reason)
         if setting == Rule.HIGH:
-            return Call(name, Rule.HIGH, wide=dtype_of(self.policy.high_format), reason=reason)
+            return Call(
+                name, Rule.HIGH, wide=dtype_of(self.policy.high_format), writes_first=writes_first, reason=reason
+            )
         fmt = self.policy.low_format if setting == Rule.LOW else parse_format(setting)
         if fmt.holds(FP32):
-            return Call(name, Rule.HIGH, wide=dtype_of(fmt), reason=reason)
+            return Call(name, Rule.HIGH, wide=dtype_of(fmt), writes_first=writes_first, reason=reason)
         carrier = arithmetic(self.device_type, fmt).dtype
         own_kernel = Arithmetic(fmt, carrier, emulated=False)  # the kernel is the user's: it gets tensors of that dtype
-        return Call(name, Rule.LOW, arithmetic=own_kernel, reason=reason)
+        return Call(name, Rule.LOW, arithmetic=own_kernel, writes_first=writes_first, reason=reason)
 
 
 def _is_getter(function: Function) -> bool:
