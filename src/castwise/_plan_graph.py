@@ -70,8 +70,8 @@ def _places(plan: Plan) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], .
         members = np.flatnonzero(row == number)
         wanted = {}
         for position in members.tolist():
-            before = [float(across[producer[t]]) for t in graph.ops[position].inputs if producer[t] >= 0]
-            wanted[position] = sum(before) / len(before) if before else 0.0
+            places = [float(across[producer[t]]) for t in graph.ops[position].inputs if producer[t] >= 0]
+            wanted[position] = sum(places) / len(places) if places else 0.0
         free = 0.0
         for position in sorted(wanted, key=lambda op: (wanted[op], op)):
             across[position] = max(free, wanted[position])
@@ -79,7 +79,7 @@ def _places(plan: Plan) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], .
     return across, row * float(_ROW)
 
 
-def _lines(plan: Plan, across: np.ndarray, down: np.ndarray) -> list[str]:  # type: ignore[type-arg]
+def _lines(plan: Plan, across: np.ndarray, down: np.ndarray) -> list[str]:
     graph, used = plan.problem.graph, plan.usage
     producer, lines = graph.index.producer, []
     for tensor, op in zip(graph.index.reads.tensor.tolist(), graph.index.reads.op.tolist(), strict=True):
