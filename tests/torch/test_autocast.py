@@ -288,6 +288,22 @@ def test_without_a_cache_nothing_is_kept() -> None:
         assert len(region._region().cache) == 0
 
 
+def test_kept_casts_are_let_go_with_the_region_and_not_when_the_collector_comes() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    gc.disable()
+    try:
+        with torch.no_grad(), autocast("cpu", dtype=BF16) as region:
+            torch.randn(2, 4) @ weight
+            (_, casts) = next(iter(region._entered[-1][1].cache._kept.values()))
+            cast = weakref.ref(next(iter(casts.values())).cast)
+            del casts, _
+            assert cast() is not None
+        assert cast() is None
+        torch.utils.swap_tensors(weight, nn.Parameter(torch.randn(4, 4)))  # it refuses tensors that are referred to
+    finally:
+        gc.enable()
+
+
 def test_weights_and_their_casts_do_not_outlive_the_region() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     alive = weakref.ref(weight)

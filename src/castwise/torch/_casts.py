@@ -86,9 +86,12 @@ class CastCache:
     def _of(self, weight: torch.Tensor) -> dict[Any, _Kept]:
         """The table of a weight that has none yet."""
         number, table = id(weight), self._kept
+        own = weakref.ref(self)  # the table itself would hold a cycle, and casts until the collector comes
 
         def forget(_: object) -> None:
-            table.pop(number, None)
+            cache = own()
+            if cache is not None:
+                cache._kept.pop(number, None)
 
         if len(table) >= _WEIGHTS_KEPT:  # a cast that is part of a graph keeps its weight alive: let the oldest go
             table.pop(next(iter(table)), None)
