@@ -15,11 +15,12 @@ fix_allocator()
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+from torch import library  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 LOW = torch.bfloat16
 CALLS = 2000
-lib = torch.library.Library("castwise_benchmark", "DEF")
+lib = library.Library("castwise_benchmark", "DEF")
 lib.define("mul(Tensor x, Tensor y) -> Tensor")
 lib.impl("mul", lambda x, y: torch.mul(x, y), "CPU")
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import library
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.map import map as map_
@@ -128,7 +129,7 @@ class HalfProduct(Product):
     backward = staticmethod(custom_bwd(device_type="cpu", policy="float16")(Product.backward))
 
 
-@torch.library.custom_op("castwise_tests::mm", mutates_args=())
+@library.custom_op("castwise_tests::mm", mutates_args=())
 def custom_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 from castwise.errors import CastwiseError, PolicyError
 from castwise.torch import autocast, custom_bwd, custom_fwd, register_op
@@ -198,17 +199,17 @@ def test_function_registered_to_keep_its_inputs_is_inside_the_region_as_if_unreg
     assert SEEN["forward"] == [torch.float32, BF16]
 
 
-@torch.library.custom_op("castwise_tests::wrapped", mutates_args=())
+@library.custom_op("castwise_tests::wrapped", mutates_args=())
 def wrapped(x: torch.Tensor, weight: torch.Tensor, others: list[torch.Tensor], *, by: float = 2.0) -> torch.Tensor:
     SEEN["op"] = [x.dtype, weight.dtype, *(o.dtype for o in others)]
     return x * weight * by
 
 
-# torch.library.custom_op takes no keyword-only tensors; torch.library.define does.
-torch.library.define("castwise_tests::scaled", "(Tensor x, *, Tensor weight, Tensor[] others) -> Tensor")
+# library.custom_op takes no keyword-only tensors; library.define does.
+library.define("castwise_tests::scaled", "(Tensor x, *, Tensor weight, Tensor[] others) -> Tensor")
 
 
-@torch.library.impl("castwise_tests::scaled", "CPU")
+@library.impl("castwise_tests::scaled", "CPU")
 def _scaled(x: torch.Tensor, *, weight: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
     return wrapped(x, weight, others)
 

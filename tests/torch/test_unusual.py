@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.functional import hardshrink, pad, threshold
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
@@ -145,12 +145,12 @@ def test_leaving_a_context_that_was_not_entered_says_so() -> None:
 # ---- custom ops that write -------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("castwise_tests::add_into", mutates_args=("x",))
+@library.custom_op("castwise_tests::add_into", mutates_args=("x",))
 def add_into(x: Tensor, y: Tensor) -> None:
     x.add_(y.to(x.dtype))
 
 
-@torch.library.custom_op("castwise_tests::add_onto", mutates_args=("out",))
+@library.custom_op("castwise_tests::add_onto", mutates_args=("out",))
 def add_onto(x: Tensor, out: Tensor) -> None:
     out.add_(x.to(out.dtype))
 

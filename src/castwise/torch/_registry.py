@@ -35,11 +35,11 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
     """Say how a custom op or a custom autograd Function is cast inside regions.
 
     Args:
-        op: an op from `torch.library` (`torch.ops.mylib.my_op`, one overload of it, or what `torch.library.custom_op`
+        op: an op of a library (`torch.ops.mylib.my_op`, one overload of it, or what torch's `custom_op`
             returned), any callable that torch functions can override, or a subclass of `torch.autograd.Function`.
         rule: "low" (the region's 16-bit format), "high" (fp32), "widest" (what unregistered ops get: mixed floating
             inputs are brought to the widest among them) or "keep" (inputs are left as they are).
-        cast_inputs: a fixed dtype instead of a rule, as in `torch.library.register_autocast`.
+        cast_inputs: a fixed dtype instead of a rule, as in torch's `register_autocast`.
 
     An op that writes into its first argument is computed in that argument's format, whatever the rule.
     Positional and keyword arguments, also keyword-only ones, and tensors in lists, tuples and dicts are cast.
@@ -60,7 +60,7 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
         _register_function(op, setting)
         return op
-    target = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns wraps the overload that is called
+    target = getattr(op, "_opoverload", op)  # what torch's custom_op returns wraps the overload that is called
     if not callable(target):
         raise CatalogueError(
             f"register_op: {op!r} is not callable; give an op, a function or an autograd Function class."
