@@ -245,6 +245,21 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.counts["syncs"] += str(func) in ("aten._local_scalar_dense.default", "aten.is_nonzero.default")
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self) -> Ops:
+        fetch = self.fetch = torch.Tensor.tolist
+
+        def fetched(x: torch.Tensor) -> Any:  # on this device it is no kernel, on others a wait
+            self.counts["syncs"] += 1
+            return fetch(x)
+
+        torch.Tensor.tolist = fetched  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.Tensor.tolist = self.fetch  # type: ignore[method-assign]
+
 
 def counted(kind: Kind, fmt: str, guard: bool) -> collections.Counter[str]:
     """Kernels and waits of the third step."""

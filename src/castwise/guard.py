@@ -34,6 +34,7 @@ __all__ = [
     "due",
     "given_back",
     "healthy",
+    "loss_broke",
     "postponed",
     "raised",
     "worth_a_look",
@@ -192,6 +193,7 @@ class GuardState:
         overflows: overflows of the backward in a row.
         helpless: steps in a row that no remedy helped.
         warned: whether the loss scale's warning has been given since it was last high enough.
+        bad_losses: losses in a row that were not finite while their gradients were.
     """
 
     raised: tuple[Raised, ...] = ()
@@ -199,6 +201,7 @@ class GuardState:
     overflows: int = 0
     helpless: int = 0
     warned: bool = False
+    bad_losses: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for a checkpoint or JSON."""
@@ -209,6 +212,7 @@ class GuardState:
             "overflows": self.overflows,
             "helpless": self.helpless,
             "warned": self.warned,
+            "bad_losses": self.bad_losses,
         }
 
     @classmethod
@@ -224,7 +228,8 @@ class GuardState:
                 for r in data["raised"]
             )
             waits = FrozenMap({str(key): int(wait) for key, wait in data["waits"].items()})
-            return cls(raised, waits, int(data["overflows"]), int(data["helpless"]), bool(data["warned"]))
+            counts = int(data["overflows"]), int(data["helpless"])
+            return cls(raised, waits, *counts, bool(data["warned"]), int(data.get("bad_losses", 0)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PolicyError(f"Guard state {data!r} cannot be read: was it saved by Amp.state_dict()?") from error
 
@@ -246,7 +251,18 @@ def worth_a_look(state: GuardState, loss_finite: bool, scale: float, scaled: boo
 
 def healthy(state: GuardState) -> GuardState:
     """After a step that was taken."""
-    return replace(state, overflows=0, helpless=0) if state.overflows or state.helpless else state
+    calm = not (state.overflows or state.helpless or state.bad_losses)
+    return state if calm else replace(state, overflows=0, helpless=0, bad_losses=0)
+
+
+def loss_broke(state: GuardState) -> tuple[GuardState, bool]:
+    """After a step that was taken although its loss was not finite, as all gradients were; whether to look into it.
+
+    A program that goes on like this is looked into at the first two such steps (the second of which may be traced
+    while it runs), and then ever more rarely: it is not slowed down for good by what it seems to mean.
+    """
+    after = replace(healthy(state), bad_losses=state.bad_losses + 1)
+    return after, after.bad_losses & (after.bad_losses - 1) == 0
 
 
 def ordinary(state: GuardState) -> GuardState:

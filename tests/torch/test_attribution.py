@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from castwise.errors import NonFiniteError
 from castwise.guard import Finding, Kind
 from castwise.policy import Policy
-from castwise.torch import Amp
+from castwise.torch import Amp, _scale
 
 INF, NAN = float("inf"), float("nan")
 
@@ -345,6 +345,60 @@ def test_a_fault_in_the_loss_is_said_to_be_there_and_found_to_the_line_when_it_r
     assert second.line.endswith(".loss")
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("device_decides", [False, True])
+def test_a_loss_that_is_not_finite_is_noticed_though_its_gradients_are(
+    monkeypatch: pytest.MonkeyPatch, device_decides: bool, accumulate: int
+) -> None:
+    """As of a term that is detached, or masked out of the gradient by a `where`."""
+    if device_decides:
+        monkeypatch.setattr(_scale, "ASYNCHRONOUS", frozenset({"cpu"}))
+    model = Stack(Block())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    amp = Amp(model, optimizer, "bfloat16", accumulate=accumulate)
+    taken = 0
+    for step in range(40 * accumulate):
+        with amp:
+            y = model(inputs()).float()
+            loss = y.square().mean()
+            if step == 3 * accumulate or step >= 20 * accumulate:  # in the first micro-batch; then in all
+                loss = loss + torch.log(y.detach() * 0.0 - 1.0).sum()
+        taken += amp.step(loss).stepped
+    assert taken == 40, "gradients are well, and steps are taken"
+    told = [e for e in amp.events if e.name == "finding"]
+    assert all(e.data["phase"] == "loss" and e.alarm for e in told)
+    first = 3 + device_decides  # which the host hears of a step later
+    assert told[0].step == first and "nan" in told[0].message
+    # Looked into ever more rarely: at the 1st, 2nd, 4th, 8th and 16th in a row.
+    late = device_decides  # but while steps are traced, which the 20 after the first one are
+    assert [e.step for e in told[1:]] == [20, 21, 23, 27 + late, 35]
+    assert told[1].data["op"] == "log" and "in test_a_loss" in told[1].data["line"]
+
+
+def test_a_loss_that_only_a_layers_narrow_range_breaks_has_that_layer_raised() -> None:
+    class Aside(nn.Module):
+        """Also gives a penalty that overflows, and that no gradient goes through."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.penalty = nn.Linear(8, 8), nn.Linear(8, 8)
+            nn.init.constant_(self.penalty.weight, 4e4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x)
+            return y, self.penalty(x.abs()).detach()
+
+    model = Aside()
+    amp = amp_for(model, raise_layers=True)
+    for _ in range(3):
+        with amp:
+            y, penalty = model(inputs())
+            loss = total(y) + penalty.float().mean()
+        assert amp.step(loss).stepped
+    assert [e.name for e in amp.events if e.name in ("finding", "raise")] == ["finding", "raise"]
+    assert amp.finding is not None and amp.finding.layer == "penalty" and loss.isfinite()
+
+
 def test_micro_batches_are_told_apart() -> None:
     model = Stack(Block())
     amp = Amp(model, torch.optim.SGD(model.parameters(), 0.1), "float32", accumulate=3)
@@ -386,6 +440,8 @@ def test_copies_and_pickles_made_inside_a_region_know_nothing_of_the_recording()
 
 
 class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of what is run, waits for the device among them."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
@@ -396,8 +452,16 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("fmt", ["float16", "bfloat16", "float32"])
-def test_a_healthy_step_gains_no_operation_and_no_wait(fmt: str) -> None:
+def test_a_healthy_step_gains_no_operation_and_no_wait(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
+    ops = Ops()
+    fetch = torch.Tensor.tolist
+
+    def fetched(x: torch.Tensor) -> Any:  # on this device it is no operation, on others a wait
+        ops.names.append("tolist")
+        return fetch(x)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", fetched)
     for enabled in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(Stack(Block(), Block()), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
@@ -411,7 +475,7 @@ def test_a_healthy_step_gains_no_operation_and_no_wait(fmt: str) -> None:
             if step:
                 seen.append(ops.names)
     assert seen[0] == seen[3] and seen[1] == seen[4] and seen[2] == seen[5]
-    assert "aten._local_scalar_dense.default" in seen[0], "a wait would have been seen"
+    assert [name for name in seen[0] if name in ("tolist", "aten._local_scalar_dense.default")] == ["tolist"]
 
 
 @pytest.mark.parametrize("fmt", ["float16", "bfloat16"])

@@ -5,6 +5,7 @@ Gradients are grouped by device and dtype so that each group is one fused `_fore
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -68,12 +69,40 @@ def norm(values: list[torch.Tensor], wide: torch.dtype | None = None) -> torch.T
     """
     if not values:
         return torch.zeros(())
-    groups = _grouped(values)
-    if wide is None:
-        wide = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
-    norms = [n for group in groups.values() for n in torch._foreach_norm(group, 2, dtype=wide)]
-    together: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(values[0].device) for n in norms]))
+    together: torch.Tensor = torch.linalg.vector_norm(norms(values, wide=wide))
     return together
+
+
+def norms(
+    values: list[torch.Tensor], beside: list[torch.Tensor] | None = None, wide: torch.dtype | None = None
+) -> torch.Tensor:
+    """The norm of each gradient, and then the size of each scalar of `beside`, in one vector on the first's device.
+
+    What stands beside gradients of its own kind is one more entry of the same kernel, and of the same fetch. No graph
+    is recorded.
+    """
+    if wide is None:
+        wide = torch.float64 if any(v.dtype is torch.float64 for v in values) else torch.float32
+    together = [*values, *(beside or [])]
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for place, x in enumerate(together):
+        places[(x.device, x.dtype)].append(place)
+    found: list[torch.Tensor] = together[:]
+    with torch.no_grad():
+        for (_, dtype), group in places.items():
+            kept = torch.promote_types(wide, dtype)
+            for place, size in zip(
+                group, torch._foreach_norm([together[p] for p in group], 2, dtype=kept), strict=True
+            ):
+                found[place] = size.to(together[0].device)
+        return torch.stack(found)
+
+
+def total(sizes: list[float]) -> float:
+    """The norm of all from the norm of each; infinite where one is not finite."""
+    if not all(map(math.isfinite, sizes)):
+        return math.inf
+    return math.sqrt(math.fsum(size * size for size in sizes))
 
 
 def all_finite(values: list[torch.Tensor]) -> torch.Tensor:

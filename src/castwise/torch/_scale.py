@@ -8,6 +8,7 @@ reads a copy whenever one has arrived.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -103,17 +104,22 @@ class DeviceScale:
         self._copy = None
 
     def _take(self, packed: torch.Tensor) -> None:
-        self._packed = packed
+        self._packed = packed  # the state's numbers, whether the run has stalled, and the sizes of the losses
         scalars: Any = packed.unbind()[: len(_FIELDS)]
         self.state = ScaleState(*scalars)
         self.factor = packed[0].to(torch.float32)  # what losses are multiplied by
 
-    def advance(self, finite: torch.Tensor) -> Callable[[], tuple[bool, float, str]]:
-        """Move on by one step, and return how to learn what it did. Nothing is fetched."""
+    def advance(self, finite: torch.Tensor, losses: torch.Tensor) -> Callable[[], tuple[bool, float, str]]:
+        """Move on by one step, and return how to learn what it did. Nothing is fetched.
+
+        Args:
+            finite: whether all gradients were, a bool scalar.
+            losses: the step's, as a vector; they travel to the host with the state.
+        """
         before = self._packed
         after, stalled = advance(self.state, finite, self.config, torch.where)
         numbers: list[torch.Tensor] = [getattr(after, name) for name in _FIELDS]
-        self._take(torch.stack([*(n.to(torch.float64) for n in numbers), stalled.to(torch.float64)]))
+        self._take(torch.stack([*(n.to(torch.float64) for n in numbers), stalled.to(torch.float64), *losses.unbind()]))
         self._send()
         config = self.config
 
@@ -136,8 +142,9 @@ class DeviceScale:
         self._arrived = torch.Event(self.device)
         self._arrived.record()
 
-    def news(self, wait: bool = False) -> tuple[ScaleState, bool] | None:
-        """The newest state that has arrived on the host, and whether the run had stalled; None if nothing is new.
+    def news(self, wait: bool = False) -> tuple[ScaleState, bool, bool] | None:
+        """The newest state that has arrived on the host, whether the run had stalled, and whether that step's losses
+        were finite; None if nothing is new.
 
         With `wait`, the state after the last step, fetched now.
         """
@@ -148,7 +155,8 @@ class DeviceScale:
         else:
             numbers = self._copy.tolist()
         self._copy = self._arrived = None
-        return _state_of(numbers), bool(numbers[-1])
+        stalled, *losses = numbers[len(_FIELDS) :]
+        return _state_of(numbers), bool(stalled), all(map(math.isfinite, losses))
 
 
 def _state_of(numbers: list[float]) -> ScaleState:

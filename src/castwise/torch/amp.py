@@ -39,7 +39,7 @@ from . import _scale
 from ._amp_checks import check
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
-from ._gradients import all_finite, multiply, norm, parameters_of, values_of
+from ._gradients import all_finite, multiply, norm, norms, parameters_of, total, values_of
 from ._layers import LayerHooks
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
@@ -268,31 +268,38 @@ class Amp(Watched):
         """Step or skip, as the host decides."""
         scale = self._state.scale
         divisor = scale if self._unscaled is None else 1.0
-        scaled_norm = norm(values)
-        size = float(scaled_norm)
-        if not math.isfinite(size):  # the sum of squares may have overflowed although every value is finite
-            scaled_norm = norm(values, torch.float64)
-            size = float(scaled_norm)
+        sizes = norms(values, self._losses()).tolist()
+        size, loss_finite = total(sizes[: len(values)]), all(map(math.isfinite, sizes[len(values) :]))
+        if not math.isfinite(size):  # a sum of squares may have overflowed although every value is finite
+            size = total(norms(values, wide=torch.float64).tolist())
         finite = math.isfinite(size) and (self._unscaled is None or bool(self._unscaled))
-        grad_norm = scaled_norm / divisor
         if finite:
             if clip_norm is not None:
                 divisor /= min(1.0, clip_norm / (size / divisor + _CLIP_EPS))
             self._step_optimizer(divisor)
         before, (self._state, outcome) = self._state, transition(self._state, finite, self._config)
-        reason, done = self._guarded(finite, before, values)
+        reason, done = self._guarded(finite, before, values, loss_finite)
         self._tell(before, self._state, reason or outcome.reason)
         if outcome.stalled and not done:
             raise self._stalled()
-        return StepResult(outcome.stepped, grad_norm, scale, reason or outcome.reason, self.emulated)
+        return StepResult(outcome.stepped, size / divisor, scale, reason or outcome.reason, self.emulated)
 
-    def _guarded(self, finite: bool, before: ScaleState, values: list[torch.Tensor]) -> tuple[str, bool]:
+    def _losses(self) -> list[torch.Tensor]:
+        """What the fetch of the gradients' norms carries along: a loss may be NaN where no gradient is."""
+        return self._guard.losses() if self._guard is not None else []
+
+    def _guarded(
+        self, finite: bool, before: ScaleState, values: list[torch.Tensor], loss_finite: bool = True
+    ) -> tuple[str, bool]:
         """Let the guard look at a finished step: what it did in words, and whether it did anything."""
         if self._guard is None:
             return "", False
         if finite:
-            self._guard.stepped()
-            return "", False
+            if loss_finite:
+                self._guard.stepped()
+                return "", False
+            self._guard.loss_broke(before.scale, values)
+            return "gradients are finite, and the loss is not", False
         scale = self._guard.broke(before.scale, lower_scales(before.scale, self._config), values)
         if scale is None:
             return "", False
@@ -309,7 +316,8 @@ class Amp(Watched):
         ahead = self._on_device
         assert ahead is not None
         self._hear(ahead.news())
-        scaled_norm = norm(values)
+        sizes = norms(values, self._losses())
+        scaled_norm, losses = torch.linalg.vector_norm(sizes[: len(values)]), sizes[len(values) :]
         finite = scaled_norm.isfinite()
         scaled = self._config.enabled and self._unscaled is None
         if self._unscaled is not None:
@@ -320,23 +328,23 @@ class Amp(Watched):
             excess = ((grad_norm + _CLIP_EPS) / clip_norm).clamp_min(1.0).to(torch.float32)
             divisor = excess if divisor is None else divisor * excess
         self._stepper.step_ahead(divisor, finite.logical_not().to(torch.float32))
-        result = StepResult.later(ahead.advance(finite), grad_norm, self.emulated)
+        result = StepResult.later(ahead.advance(finite, losses), grad_norm, self.emulated)
         if self._guard is not None and self._guard.alert:  # steps are looked at closely: wait for the device
             self._hear(ahead.news(wait=True), values)
         return result
 
-    def _hear(self, news: tuple[ScaleState, bool] | None, values: list[torch.Tensor] | None = None) -> None:
+    def _hear(self, news: tuple[ScaleState, bool, bool] | None, values: list[torch.Tensor] | None = None) -> None:
         """Take in what the device has reported since."""
         if news is None:
             return
-        before, (self._state, stalled) = self._state, news
+        before, (self._state, stalled, loss_finite) = self._state, news
         skipped = self._state.skipped - before.skipped
         if self._guard is not None and skipped:
             self._guarded(False, before, values or [])
             if self._on_device is not None and self._state.scale != news[0].scale:
                 self._on_device.set(self._state)
         elif self._guard is not None and self._state.steps > before.steps:
-            self._guarded(True, before, [])
+            self._guarded(True, before, values or [], loss_finite)
         self._tell(before, self._state, f"{skipped} steps since step {before.steps} were skipped: gradients not finite")
         if stalled:
             raise self._stalled()

@@ -64,6 +64,7 @@ class Guard:
         # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
         self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
         self._losses: deque[tuple[int, _Memory]] = deque()
+        self._last_loss: torch.Tensor | None = None
         self._alert = 0
         self._trace: Trace | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -88,6 +89,7 @@ class Guard:
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Around the backward of one loss."""
         self._losses.append((self.step, _Memory(loss)))
+        self._last_loss = loss
         if self._trace is None:
             yield
             return
@@ -112,7 +114,7 @@ class Guard:
             counts: whether it came to its end, and was no step that an exception cut off.
             keep_steps: whose outcome is still on its way from the device.
         """
-        self._trace = self.recorder.on_call = None
+        self._trace = self.recorder.on_call = self._last_loss = None
         self.step += counts
         self.recorder.step = self.step
         self.recorder.fade(self.step - keep_steps)
@@ -152,6 +154,25 @@ class Guard:
         self.state = guard.postponed(self.state, one, self.step)
         wait = next(r.wait for r in self.state.raised if r.key == one.key)
         self._tell("postpone", f"{_named(one)} still needs float32; next try in {wait} steps", layer=one.layer)
+
+    def losses(self) -> list[torch.Tensor]:
+        """The losses of the step. The last as it is, which is no operation; of earlier ones only the memory is kept."""
+        if self._last_loss is None:
+            return []
+        *earlier, _ = (loss for step, loss in self._losses if step == self.step)
+        return [*(loss.tensor() for loss in earlier), self._last_loss]
+
+    def loss_broke(self, scale: float, gradients: Sequence[torch.Tensor]) -> None:
+        """A step was taken whose gradients were finite and whose loss was not: say where that came from.
+
+        A layer whose range was too small is raised. The rest is told; nothing is skipped, as nothing was harmed.
+        """
+        self.state, look = guard.loss_broke(self.state)
+        if not look:
+            return
+        finding, call = self._find(scale, (), gradients, False)
+        if finding.kind is Kind.RANGE and self.config.raise_layers:
+            self._raise(finding, call)
 
     # ---- a step that broke -------------------------------------------------------------------------------------------
 
@@ -202,7 +223,8 @@ class Guard:
             found = replace(found[0], kind=Kind.SCALE, finite_scale=useful[0]), found[1]
         if found[0].kind is Kind.UNKNOWN:
             self._alert, self.recorder.careful = _ALERT_STEPS + 1, True
-        again = self.finding is not None and self.finding.place == found[0].place and self.state.helpless > 0
+        before = self.state.helpless > 0 or self.state.bad_losses > 1
+        again = before and self.finding is not None and self.finding.place == found[0].place
         self.finding = found[0]
         # A scale that is too high is part of the search for the highest one that works, and no alarm.
         name = "overflow" if found[0].kind is Kind.SCALE else "finding"
