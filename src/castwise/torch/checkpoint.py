@@ -4,6 +4,9 @@
     amp.load("run.pt")      # and the run goes on as if it had never stopped
 
 A file that is being written when the machine dies is not there; the one before it is whole.
+
+A model on several ranks is written whole by the first of them, and read by each as it is sharded there. Models too
+large for that have sharded checkpoints: see `castwise.torch.distributed`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from castwise._files import write_bytes
 from castwise.errors import PolicyError
 from castwise.scaling import ScaleState, initial_state
 
+from ._sharded_state import as_sharded, whole
 from .attribution_capture import generators, restore_generators
 
 if TYPE_CHECKING:
@@ -108,7 +112,8 @@ def _check_gradients(amp: Amp, micro: int, gradients: list[torch.Tensor | None])
 
 def save(amp: Amp, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> Path:
     """See `Amp.save`."""
-    buffer = io.BytesIO()
+    if amp._ranks is not None:
+        refuse_begun(amp)
     scheduler = amp.scheduler.state_dict() if amp.scheduler is not None else None
     state = {
         "model": amp.model.state_dict(),
@@ -118,8 +123,27 @@ def save(amp: Amp, path: str | os.PathLike[str], extra: dict[str, Any] | None = 
         "amp": state_of(amp),
         "extra": extra or {},
     }
+    if amp._ranks is None:
+        return _write(state, path)
+    state = whole(state)
+    if amp._ranks.rank == 0:
+        _write(state, path)
+    amp._ranks.barrier()
+    return Path(path)
+
+
+def _write(state: dict[str, Any], path: str | os.PathLike[str]) -> Path:
+    buffer = io.BytesIO()
     torch.save(state, buffer)
     return write_bytes(path, buffer.getvalue())
+
+
+def refuse_begun(amp: Amp) -> None:
+    """Raise where micro-batches have accumulated: their gradients are on their ranks, and no two are alike."""
+    if amp._begun:
+        raise PolicyError(
+            "Amp.save: micro-batches have accumulated, and each rank holds gradients of its own. Save after a step."
+        )
 
 
 def load(amp: Amp, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -128,6 +152,8 @@ def load(amp: Amp, path: str | os.PathLike[str]) -> dict[str, Any]:
     data = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(data, dict) or "amp" not in data:
         raise PolicyError(f"{path}: this is no file of Amp.save. Load other checkpoints' parts by load_state_dict.")
+    if amp._ranks is not None:
+        data = as_sharded(data, amp)
     amp.model.load_state_dict(data["model"])
     with torch.no_grad():
         for name, buffer in amp.model.named_buffers():
