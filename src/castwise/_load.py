@@ -6,6 +6,7 @@ same thing about a missing file, a misspelt name or a file that fails while it i
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -16,7 +17,7 @@ from types import ModuleType
 
 from castwise.errors import CastwiseError, did_you_mean
 
-__all__ = ["LoadError", "build_model", "is_object_spec", "load_object", "split_spec"]
+__all__ = ["LoadError", "build_model", "files_behind", "is_object_spec", "load_object", "split_spec"]
 
 
 _ANY_SEED = 0  # where a model is only looked at, its initial values do not matter
@@ -71,6 +72,38 @@ def load_object(spec: str) -> object:
     return value
 
 
+def files_behind(path: Path) -> list[Path]:
+    """The file, and those of its folder that it imports by name, at any place in it, and they in turn."""
+    path = path.resolve()
+    found: list[Path] = []
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        found.append(file)
+        waiting += [x for x in sorted(_imported(file, path.parent)) if x not in found and x not in waiting]
+    return sorted(found)
+
+
+def _imported(file: Path, root: Path) -> set[Path]:
+    """The files under `root` that the import statements of a file name."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        names: list[str] = []
+        home = root
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = file.parents[node.level - 1] if node.level else root
+            base = f"{node.module}." if node.module else ""
+            names = [base + alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                place = home.joinpath(*parts[:end])
+                found |= {x for x in (place.with_name(f"{place.name}.py"), place / "__init__.py") if x.is_file()}
+    return {x.resolve() for x in found if x.resolve().is_relative_to(root)}
+
+
 def build_model(value: object, spec: str = "") -> object:
     """Return the model that a loaded object stands for.
 
@@ -113,12 +146,15 @@ def _is_model(value: object) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "named_modules", None))
 
 
+def _module_name(path: Path) -> str:
+    return f"_castwise_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+
+
 def _load_module(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise LoadError(f"There is no file {path} (asked for {spec!r}). Give the path from the current directory.")
     path = path.resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    module_name = f"_castwise_user_{path.stem}_{digest}"
+    module_name = _module_name(path)
     known = sys.modules.get(module_name)
     if known is not None:
         return known

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from castwise._load import files_behind
 from castwise.errors import StudyError
 from castwise.study.protocol import BUILT_IN, Task, TaskSpec, describe, load_task
 
@@ -44,6 +45,24 @@ def test_a_task_is_a_class_an_object_or_a_function_in_a_file(file: Path, name: s
     assert spec.description == "Learn nothing at all."
     assert (spec.steps, spec.seeds, spec.margin) == (300, 5, None)
     assert isinstance(spec.task, Task)
+
+
+def test_the_digest_changes_with_a_file_beside_it_that_it_imports(tmp_path: Path, file: Path) -> None:
+    def digest(folder: str, layer: str) -> str:
+        home = tmp_path / folder
+        home.mkdir()
+        (home / f"layers_{folder}.py").write_text(f"layer = {layer!r}\n\ndef width():\n    import parts_{folder}\n")
+        (home / f"parts_{folder}.py").write_text("width = 4\n")
+        (home / "unused.py").write_text(f"# {folder}\n")
+        task = home / "task.py"
+        task.write_text(f"from layers_{folder} import layer, width\n" + file.read_text())
+        spec = load_task(f"{task}:Mine")
+        assert [f.name for f in files_behind(task)] == [f"layers_{folder}.py", f"parts_{folder}.py", "task.py"]
+        (home / f"parts_{folder}.py").write_text("width = 8\n")
+        assert load_task(f"{task}:Mine").digest != spec.digest
+        return spec.digest
+
+    assert digest("one", "a") != digest("two", "b")
 
 
 def test_the_digest_changes_with_the_file(file: Path, tmp_path: Path) -> None:

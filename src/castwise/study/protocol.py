@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from castwise._load import is_object_spec, load_object, split_spec
+from castwise._load import files_behind, is_object_spec, load_object, split_spec
 from castwise.errors import StudyError, did_you_mean, nearest
 from castwise.study.calls import calling
 
@@ -99,7 +99,8 @@ class TaskSpec:
     """A task with every optional part resolved and checked; the fields and methods are those of ``Task``.
 
     An exception in a method of the task becomes a ``StudyError`` that names the method and the line.
-    ``digest`` is a hash of the file that defines the task: runs made before the file changed are not continued.
+    ``digest`` is a hash of the file that defines the task, and of the files beside it that it imports: runs made before
+    one of them changed are not continued.
     """
 
     task: Task
@@ -195,7 +196,8 @@ def describe(task: object, *, name: str = "", spelled: str = "", source: str | P
         task: the object with the methods of ``Task``.
         name: used where the task has no ``name`` of its own.
         spelled: how the user named it; goes to the results and to errors.
-        source: the file that defines it; its content becomes the digest.
+        source: the file that defines it; its content becomes the digest, with that of the files beside it that it
+            imports.
 
     Raises:
         StudyError: a method is missing or an attribute is out of range.
@@ -211,7 +213,7 @@ def describe(task: object, *, name: str = "", spelled: str = "", source: str | P
     direction = _get(task, "direction", str, "lower")
     if direction not in ("higher", "lower"):
         raise StudyError(f"Task {spelled!r}: direction is {direction!r}. Say 'higher' or 'lower', whichever is better.")
-    digest = hashlib.sha256(Path(source).read_bytes() if source else repr(type(task)).encode()).hexdigest()
+    digest = _digest(Path(source)) if source else hashlib.sha256(repr(type(task)).encode()).hexdigest()
     return TaskSpec(
         task=cast("Task", task),
         name=_get(task, "name", str, name or type(task).__name__),
@@ -267,6 +269,17 @@ def _warn_of_misspelt(task: object, spelled: str) -> None:
 
 def _missing(task: object, key: str) -> bool:
     return getattr(task, key, None) is None
+
+
+def _digest(source: Path) -> str:
+    """Of one file alone, its own hash; of several, a hash of their names and contents."""
+    files = files_behind(source)
+    if len(files) == 1:
+        return hashlib.sha256(files[0].read_bytes()).hexdigest()
+    told = [
+        f"{file.relative_to(source.resolve().parent)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files
+    ]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
 
 def _get(task: object, key: str, kind: type, default: str) -> str:
