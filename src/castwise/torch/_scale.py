@@ -142,12 +142,15 @@ class DeviceScale:
         self._arrived = torch.Event(self.device)
         self._arrived.record()
 
-    def news(self, wait: bool = False) -> tuple[ScaleState, bool, bool] | None:
+    def news(self, wait: bool = False, lag: bool = False) -> tuple[ScaleState, bool, bool] | None:
         """The newest state that has arrived on the host, whether the run had stalled, and whether that step's losses
         were finite; None if nothing is new.
 
-        With `wait`, the state after the last step, fetched now.
+        With `wait`, the state after the last step, fetched now. With `lag`, the state that was sent last, waited for:
+        ranks hear it in the same step, whichever is the fastest.
         """
+        if lag and self._arrived is not None:
+            self._arrived.synchronize()
         if wait:
             numbers = self._packed.tolist()
         elif self._copy is None or (self._arrived is not None and not self._arrived.query()):

@@ -39,8 +39,10 @@ from . import _scale
 from ._amp_checks import check
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
-from ._gradients import all_finite, multiply, norm, norms, parameters_of, total, values_of
+from ._gradients import all_finite, multiply, parameters_of, values_of
 from ._layers import LayerHooks
+from ._measured import measured, measured_ahead, true_norm
+from ._ranks import ranks_of, unwrapped
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
 from ._stepping import Stepper, is_fused
@@ -99,7 +101,8 @@ class Amp(Watched):
         plan: Plan | None = None,
     ) -> None:
         check(model, optimizer, scheduler, accumulate, weights, narrow_gradients)
-        self.model = model
+        self._ranks = ranks_of(model, parameters_of([optimizer]))
+        self.model = model = unwrapped(model)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.accumulate = accumulate
@@ -108,10 +111,13 @@ class Amp(Watched):
             policy = Policy.coerce(policy if policy != "auto" else parse_format(plan.fmt).long_name)
         self.planned = apply(model, plan) if plan is not None else None
         self.policy = self._asked = resolve(Policy.coerce(policy), self.device_type)
+        if self._ranks is not None:
+            self._ranks.begin(self.policy)
         mode = self.policy.weights if weights == "auto" else weights
         self._rules = rules_for(self.policy, self.device_type)
-        self._cache = CastCache()
-        self._layers = LayerHooks(model, self.policy, self.device_type) if self.policy.layers else None
+        # What `fully_shard` gathers is new at every use, in memory that is to be let go after it.
+        self._cache = CastCache(capacity=0) if self._ranks is not None and self._ranks.shards else CastCache()
+        self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
         self._stepper = Stepper(
             optimizer, mode, self._cache, optimizer_state=optimizer_state, narrow_gradients=narrow_gradients
         )
@@ -136,6 +142,8 @@ class Amp(Watched):
     # ---- the region ----
 
     def __enter__(self) -> Amp:
+        if self._ranks is not None and self.accumulate > 1 and torch.is_grad_enabled():
+            self._ranks.synchronise(last=self._micro + 1 == self.accumulate)
         self._regions().append(self.region().__enter__())
         if self._guard is not None:
             self._guard.enter()
@@ -221,11 +229,12 @@ class Amp(Watched):
             raise CastwiseError(
                 "Amp.unscale: call it once, after backward(loss) of the last micro-batch and before step()."
             )
-        values = values_of(self._wide.parameters())
+        parameters = self._settled()
+        values = values_of(parameters)
         self._unscaled = all_finite(values)
         if self.loss_scale != 1.0:
             multiply(values, 1.0 / self.loss_scale)
-        return float(norm(values, torch.float64))
+        return true_norm(self._ranks, parameters, self._unscaled)
 
     def step(self, loss: torch.Tensor | None = None, clip_norm: float | None = None) -> StepResult:
         """Finish one micro-batch; at every `accumulate`-th call, step or skip.
@@ -250,11 +259,11 @@ class Amp(Watched):
             reason = f"accumulating: micro-batch {self._micro} of {self.accumulate}"
             scale = float("nan") if self._on_device is not None else self._state.scale
             return StepResult(False, float("nan"), scale, reason, self.emulated)
-        values = values_of(self._wide.parameters())
+        values = values_of(self._settled())
         for observer in self._observers:
             observer.gradients(self, self.loss_scale if self._unscaled is None else 1.0)
         try:
-            if not values:
+            if not values and self._ranks is None:
                 log.warning("no parameter of the optimizer has a gradient: nothing was stepped")
                 return StepResult(False, 0.0, self.loss_scale, "no parameter has a gradient", self.emulated)
             result = self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
@@ -268,21 +277,26 @@ class Amp(Watched):
         """Step or skip, as the host decides."""
         scale = self._state.scale
         divisor = scale if self._unscaled is None else 1.0
-        sizes = norms(values, self._losses()).tolist()
-        size, loss_finite = total(sizes[: len(values)]), all(map(math.isfinite, sizes[len(values) :]))
-        if not math.isfinite(size):  # a sum of squares may have overflowed although every value is finite
-            size = total(norms(values, wide=torch.float64).tolist())
-        finite = math.isfinite(size) and (self._unscaled is None or bool(self._unscaled))
+        size, loss_finite = measured(self._ranks, self._wide, values, self._losses(), self._unscaled)
+        finite = math.isfinite(size)
+        grad_norm = size / divisor
         if finite:
             if clip_norm is not None:
-                divisor /= min(1.0, clip_norm / (size / divisor + _CLIP_EPS))
+                divisor /= min(1.0, clip_norm / (grad_norm + _CLIP_EPS))
             self._step_optimizer(divisor)
         before, (self._state, outcome) = self._state, transition(self._state, finite, self._config)
         reason, done = self._guarded(finite, before, values, loss_finite)
         self._tell(before, self._state, reason or outcome.reason)
         if outcome.stalled and not done:
             raise self._stalled()
-        return StepResult(outcome.stepped, size / divisor, scale, reason or outcome.reason, self.emulated)
+        return StepResult(outcome.stepped, grad_norm, scale, reason or outcome.reason, self.emulated)
+
+    def _settled(self) -> list[torch.Tensor]:
+        """The parameters, their gradients whole."""
+        parameters = self._wide.parameters()
+        if self._ranks is not None:
+            self._ranks.settle(parameters)
+        return parameters
 
     def _losses(self) -> list[torch.Tensor]:
         """What the fetch of the gradients' norms carries along: a loss may be NaN where no gradient is."""
@@ -315,13 +329,10 @@ class Amp(Watched):
         """Step or skip, as the device decides. A norm beyond float32's range counts as not finite here."""
         ahead = self._on_device
         assert ahead is not None
-        self._hear(ahead.news())
-        sizes = norms(values, self._losses())
-        scaled_norm, losses = torch.linalg.vector_norm(sizes[: len(values)]), sizes[len(values) :]
+        self._hear(ahead.news(lag=self._ranks is not None))
+        scaled_norm, losses = measured_ahead(self._ranks, self._wide, values, self._losses(), self._unscaled)
         finite = scaled_norm.isfinite()
         scaled = self._config.enabled and self._unscaled is None
-        if self._unscaled is not None:
-            finite = finite & self._unscaled
         grad_norm = scaled_norm / ahead.factor if scaled else scaled_norm
         divisor = ahead.factor if scaled else None
         if clip_norm is not None:
@@ -363,6 +374,8 @@ class Amp(Watched):
     def _forget_gradients(self, counts: bool = False) -> None:
         self._clear()
         self._micro, self._begun, self._unscaled = 0, False, None
+        if self._ranks is not None and self.accumulate > 1:
+            self._ranks.synchronise(last=True)
         if self._guard is not None:
             self._guard.done(counts, _STEPS_IN_FLIGHT if self._on_device is not None else 0)
 
