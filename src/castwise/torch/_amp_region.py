@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -25,25 +26,39 @@ class Entered(AbstractContextManager["Entered"]):
         self._amp = amp
         self._log = log
         self._cache = amp._cache if cache is None else cache
-        self._entered: list[ExitStack] = []
+        self._entered: list[tuple[Callable[[], object], AbstractContextManager[None]]] = []
 
     def __enter__(self) -> Entered:
-        stack = ExitStack()
-        stack.enter_context(tf32(self._amp.device_type, self._amp.policy.tf32))
-        if self._amp.planned is not None:
-            stack.enter_context(self._amp.planned.in_place())
-            self._entered.append(stack)
-            return self
-        region = Region(self._amp._rules, self._cache, log=self._log)
-        region.enter()
-        stack.callback(region.leave)
-        self._entered.append(stack)
+        amp = self._amp
+        setting = tf32(amp.device_type, amp.policy.tf32)
+        setting.__enter__()
+        try:
+            leave = self._planned() if amp.planned is not None else self._region()
+        except BaseException:
+            setting.__exit__(None, None, None)
+            raise
+        self._entered.append((leave, setting))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._entered.pop().close()
+        leave, setting = self._entered.pop()
+        try:
+            leave()
+        finally:
+            setting.__exit__(None, None, None)
+
+    def _region(self) -> Callable[[], object]:
+        region = Region(self._amp._rules, self._cache, log=self._log)
+        region.enter()
+        return region.leave
+
+    def _planned(self) -> Callable[[], object]:
+        stack = ExitStack()
+        assert self._amp.planned is not None
+        stack.enter_context(self._amp.planned.in_place())
+        return stack.close
 
 
 def device_type_of(model: nn.Module, optimizer: Optimizer) -> str:

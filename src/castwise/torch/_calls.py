@@ -6,7 +6,6 @@ policy, and from the formats of the arguments where the rule is to follow them; 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,36 +16,37 @@ from torch.nn import Parameter
 
 from castwise.policy import Rule
 
-from ._casts import CastCache, fits, to_saturated
+from ._arguments import (
+    CASTABLE,
+    LOW,
+    PLAIN,
+    TENSORS,
+    WIDTH,
+    fit,
+    has_large_constant,
+    is_shape,
+    leads_low,
+    low_beside_wide,
+    says_formats,
+    shared_format,
+    sums_nothing,
+    widened,
+)
+from ._casts import CastCache, to_saturated
 from ._traced import traced_by_dynamo
 from .emulation import Arithmetic
 
 Function = Callable[..., Any]
 
-# float8 tensors and float64 ones are left to the user; complex ones count as wider than every real format.
-_WIDTH = {
-    torch.float16: 1,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.complex64: 4,
-    torch.complex128: 5,
-}
-_CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-_LOW = frozenset({torch.float16, torch.bfloat16})
-_SMALLEST_LIMIT = torch.finfo(torch.float16).max
 _DENSE = frozenset({torch.strided, torch.jagged})
+_STRIDED = torch.strided
 
 # For a first look at a call's arguments: one bit per format that a region casts, one for every other floating one.
 _BITS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 4}
-_BITS |= {dtype: 8 for dtype in _WIDTH if dtype not in _BITS}
-_LOW_BITS, _WIDE_BIT, _OTHER_BIT = 1 | 2, 4, 8
+_BITS |= {dtype: 8 for dtype in WIDTH if dtype not in _BITS}
+_OTHER_BIT = 8
 _UNUSUAL = -1
-# Arguments that hold no tensor. Lists and tuples count when they begin with a number: sizes, strides, dimensions.
-_NUMBERS = frozenset({int, float, bool})
-_PLAIN = frozenset({*_NUMBERS, type(None), str, torch.Size, torch.dtype, torch.device, torch.memory_format})
 _TO = {torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float}
-_ASKING = frozenset({"dtype", "out", "attn_mask"})  # named arguments that say something about formats themselves
 _IS_ON = {kind: getattr(torch.Tensor, f"is_{kind}").__get__ for kind in ("cpu", "cuda", "xpu", "mps")}
 
 
@@ -104,66 +104,94 @@ class Casting:
         return x.device.type == self.device_type
 
     # ---- most calls ----
+    #
+    # `run`, in one look at the arguments where they are what they mostly are: plain dense tensors of the three formats,
+    # and numbers. An op on small tensors takes a few microseconds, so this is written to the metal: one loop, no
+    # closures, and no call that is not needed.
 
     def quick(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`run`, in one look at the arguments where they are what they mostly are: plain dense tensors of the three
-        formats, and numbers. An op on small tensors takes a few microseconds, so this is written to the metal.
-        """
-        if call.only_constants and not _has_large_constant(args, kwargs):
-            return function(*args, **kwargs)
-        seen = self._seen(args)
-        if seen < 0 or seen & _OTHER_BIT or call.stores_constant:
-            return self.run(call, function, args, kwargs)
-        if kwargs:
-            named = self._seen(kwargs.values())
-            asked = not _ASKING.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _ASKING)
-            if asked or named < 0 or named & _OTHER_BIT:
+        """Cast and run: what `run` does, sooner."""
+        if call.stores_constant:
+            if has_large_constant(args, kwargs):
                 return self.run(call, function, args, kwargs)
-            seen |= named
-        if seen == 0:
-            return function(*args, **kwargs)
-        rule = call.rule
-        if rule is Rule.LOW and not call.writes_first:
-            return self._quick_low(call, function, args, kwargs, seen)
-        if rule is Rule.HIGH and not call.writes_first:
-            if not seen & _LOW_BITS:
+            if call.only_constants:
                 return function(*args, **kwargs)
-            if call.wide is torch.float32:
-                if kwargs:
-                    kwargs = {name: _widened(x) for name, x in kwargs.items()}
-                return function(*[_widened(x) for x in args], **kwargs)
-        elif not seen & (seen - 1) and not call.no_kernel:
-            return function(*args, **kwargs)  # one format, or none
+        if kwargs and says_formats(kwargs):
+            return self.run(call, function, args, kwargs)
+        rule, follows = call.rule, call.writes_first
+        if not follows:
+            if rule is Rule.LOW:
+                return self._quick_low(call, function, args, kwargs)
+            if rule is Rule.HIGH and call.wide is torch.float32:
+                return self._quick_high(call, function, args, kwargs)
+            follows = rule is Rule.WIDEST
+        seen = self._seen(args)
+        if seen >= 0 and kwargs:
+            named = self._seen(kwargs.values())
+            seen = seen | named if named >= 0 else _UNUSUAL
+        if seen < 0 or seen & _OTHER_BIT:
+            return self.run(call, function, args, kwargs)
+        if not seen or (
+            follows
+            and not call.no_kernel
+            and (not seen & (seen - 1) or (call.wide_parameters and leads_low(args, kwargs)))
+        ):
+            return function(*args, **kwargs)  # one format, or none; or a norm of 16-bit values, its parameters wide
         return self.run(call, function, args, kwargs)
 
-    def _quick_low(
-        self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int
-    ) -> Any:
+    def _quick_low(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arithmetic = call.arithmetic
         assert arithmetic is not None
-        dtype, emulated = arithmetic.dtype, arithmetic.emulated
-        if not emulated and seen == _BITS[dtype]:
-            return function(*args, **kwargs)
-        if call.contracts and (not args or _sums_nothing(args[0])):
+        if call.contracts and (not args or type(args[0]) not in TENSORS or sums_nothing(args[0])):
             return self.run(call, function, args, kwargs)
+        dtype, emulated = arithmetic.dtype, arithmetic.emulated
         enter, key = (arithmetic.enter, arithmetic.fmt.name) if emulated else (_TO[dtype], dtype)
-        keep = self.cache.get
-
-        def lowered(x: Any) -> Any:
+        low: list[Any] = []
+        is_here, cache = self._is_here, self.cache
+        for x in (*args, *kwargs.values()) if kwargs else args:
             kind = type(x)
-            if not (kind is Tensor or kind is Parameter) or x.dtype not in _BITS or (x.dtype is dtype and not emulated):
-                return x
-            if kind is Tensor and x._base is None and not (x.requires_grad and x.is_leaf):
-                return enter(x)
-            return keep(x, key, enter)
-
-        low = [lowered(x) for x in args]
+            if kind is Parameter or kind is Tensor:
+                of = x.dtype
+                if of in CASTABLE:
+                    if x.layout is not _STRIDED or not is_here(x):
+                        return self.run(call, function, args, kwargs)
+                    if of is not dtype or emulated:
+                        if kind is Tensor and x._base is None and not (x.requires_grad and x.is_leaf):
+                            x = enter(x)
+                        else:
+                            x = cache.get(x, key, enter)
+                elif of in WIDTH:
+                    return self.run(call, function, args, kwargs)
+            elif kind not in PLAIN and not is_shape(x, kind):
+                return self.run(call, function, args, kwargs)
+            low.append(x)
         if kwargs:
-            kwargs = {name: lowered(x) for name, x in kwargs.items()}
-        result = (call.emulate_as or function)(*low, **kwargs)
+            kwargs = dict(zip(kwargs, low[len(args) :], strict=True))
+            low = low[: len(args)]
         if not emulated:
-            return result
-        return arithmetic.leave(result) if type(result) is Tensor else self._mapped(result, arithmetic.leave, _CASTABLE)
+            return function(*low, **kwargs)
+        result = (call.emulate_as or function)(*low, **kwargs)
+        if type(result) is Tensor and result.dtype is torch.float32:
+            return arithmetic.leave(result)
+        return self._mapped(result, arithmetic.leave, CASTABLE)
+
+    def _quick_high(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        narrow = False
+        for x in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(x)
+            if kind is Tensor or kind is Parameter:
+                of = x.dtype
+                if of is not torch.float32 and of in WIDTH:
+                    if of not in LOW or x.layout is not _STRIDED or not self._is_here(x):
+                        return self.run(call, function, args, kwargs)
+                    narrow = True
+            elif kind not in PLAIN and not is_shape(x, kind):
+                return self.run(call, function, args, kwargs)
+        if narrow:
+            args = tuple([widened(x) for x in args])
+            if kwargs:
+                kwargs = {name: widened(x) for name, x in kwargs.items()}
+        return function(*args, **kwargs)
 
     def _seen(self, args: Iterable[Any]) -> int:
         """The formats of the tensors among flat arguments, as bits; `_UNUSUAL` for what needs a closer look."""
@@ -173,10 +201,10 @@ class Casting:
             if kind is Tensor or kind is Parameter:
                 bit = _BITS.get(x.dtype)
                 if bit is not None:
-                    if x.layout is not torch.strided or not is_here(x):
+                    if x.layout is not _STRIDED or not is_here(x):
                         return _UNUSUAL
                     seen |= bit
-            elif kind not in _PLAIN and not ((kind is tuple or kind is list) and x and type(x[0]) in _NUMBERS):
+            elif kind not in PLAIN and not is_shape(x, kind):
                 return _UNUSUAL
         return seen
 
@@ -184,7 +212,7 @@ class Casting:
 
     def run(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cast the arguments as decided and run the op."""
-        if call.only_constants and not _has_large_constant(args, kwargs):
+        if call.only_constants and not has_large_constant(args, kwargs):
             return function(*args, **kwargs)
         floats = self._floats(args, [])
         if kwargs:
@@ -204,11 +232,11 @@ class Casting:
         assert arithmetic is not None
         traced = traced_by_dynamo()  # which refuses to read layouts in a backward, and has no sparse tensors
         for x in floats:
-            if x.dtype not in _CASTABLE or (not traced and x.layout not in _DENSE):
+            if x.dtype not in CASTABLE or (not traced and x.layout not in _DENSE):
                 # float64, complex, sparse: not ours to round
                 return self._follow(call, function, args, kwargs, floats)
         first = args[0] if args else kwargs.get("input")
-        if call.contracts and floats and first is floats[0] and _sums_nothing(floats[0]):
+        if call.contracts and floats and first is floats[0] and sums_nothing(floats[0]):
             return self._follow(call, function, args, kwargs, floats)  # an outer product: nothing to gain by rounding
         dtype = arithmetic.dtype
         if not arithmetic.emulated and all(x.dtype is dtype for x in floats):
@@ -221,21 +249,21 @@ class Casting:
             return cache.get(x, key, enter) if keeps else enter(x)
 
         if kwargs:
-            kwargs = {k: self._mapped(v, cast, _CASTABLE) for k, v in self._masks(kwargs, dtype).items()}
+            kwargs = {k: self._mapped(v, cast, CASTABLE) for k, v in self._masks(kwargs, dtype).items()}
         function = call.emulate_as or function
-        result = function(*[self._mapped(a, cast, _CASTABLE) for a in args], **kwargs)
-        return self._mapped(result, arithmetic.leave, _CASTABLE) if arithmetic.emulated else result
+        result = function(*[self._mapped(a, cast, CASTABLE) for a in args], **kwargs)
+        return self._mapped(result, arithmetic.leave, CASTABLE) if arithmetic.emulated else result
 
     def _high(
         self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
     ) -> Any:
         wide = call.wide
         asked = kwargs.get("dtype")
-        if asked in _LOW:  # the result is asked for in a low format: compute wide, round once
+        if asked in LOW:  # the result is asked for in a low format: compute wide, round once
             result = self._high(call, function, args, {**kwargs, "dtype": wide}, floats)
             return self._mapped(result, lambda y: y.to(asked), frozenset({wide}))
-        narrower = frozenset({x.dtype for x in floats if _WIDTH[x.dtype] < _WIDTH[wide]})
-        if any(_WIDTH[x.dtype] > _WIDTH[wide] for x in floats):
+        narrower = frozenset({x.dtype for x in floats if WIDTH[x.dtype] < WIDTH[wide]})
+        if any(WIDTH[x.dtype] > WIDTH[wide] for x in floats):
             return self._follow(call, function, args, kwargs, floats)
         if not narrower:
             return function(*args, **kwargs)
@@ -249,11 +277,11 @@ class Casting:
         self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
     ) -> Any:
         """The format of the destination, else the widest among the arguments."""
-        if call.wide_parameters and _low_beside_wide(floats):
+        if call.wide_parameters and low_beside_wide(floats):
             target: torch.dtype | None = floats[0].dtype
             if target not in call.no_kernel:
                 return function(*args, **kwargs)
-        target = _target(call, args, kwargs, floats)
+        target = shared_format(args, kwargs, floats, writes_first=call.writes_first, constant=call.stores_constant)
         if target is None:
             return function(*args, **kwargs)
         keep: object = args[0] if call.writes_first else kwargs.get("out")
@@ -262,9 +290,9 @@ class Casting:
                 return self._through_wide(function, args, kwargs)
             if keep is None:
                 target = torch.float32
-        if call.stores_constant and target in _LOW:
-            args = tuple([_fit(a, target) for a in args])
-            kwargs = {k: _fit(v, target) for k, v in kwargs.items()}
+        if call.stores_constant and target in LOW:
+            args = tuple([fit(a, target) for a in args])
+            kwargs = {k: fit(v, target) for k, v in kwargs.items()}
         others = frozenset({x.dtype for x in floats} - {target})
         if not others:
             return function(*args, **kwargs)
@@ -276,7 +304,7 @@ class Casting:
                 return to_saturated(x, target)
             return x.to(target)
 
-        return self._with(function, args, kwargs, cast, others & _CASTABLE)
+        return self._with(function, args, kwargs, cast, others & CASTABLE)
 
     def _through_wide(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An in-place op without a low kernel: on a wide copy of its destination, which is then written back."""
@@ -285,14 +313,14 @@ class Casting:
         def widen(x: torch.Tensor) -> torch.Tensor:
             return x.to(torch.float32)
 
-        self._with(function, (wide, *args[1:]), kwargs, widen, _LOW)
+        self._with(function, (wide, *args[1:]), kwargs, widen, LOW)
         return args[0].copy_(wide)
 
     # ---- arguments ----
 
     def _masks(self, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         mask = kwargs.get("attn_mask")
-        if isinstance(mask, torch.Tensor) and mask.dtype in _CASTABLE and mask.dtype is not dtype:
+        if isinstance(mask, torch.Tensor) and mask.dtype in CASTABLE and mask.dtype is not dtype:
             return {**kwargs, "attn_mask": to_saturated(mask, dtype)}
         return kwargs
 
@@ -313,7 +341,7 @@ class Casting:
         """The floating and complex tensors on the region's device in a tree of lists, tuples and mappings."""
         for a in args:
             if isinstance(a, torch.Tensor):
-                if a.dtype in _WIDTH and a.device.type == self.device_type:
+                if a.dtype in WIDTH and a.device.type == self.device_type:
                     found.append(a)
             elif isinstance(a, list | tuple):
                 self._floats(a, found)
@@ -335,66 +363,3 @@ class Casting:
         if type(tree) is dict:
             return {k: self._mapped(v, cast, dtypes) for k, v in tree.items()}
         return tree
-
-
-def _widened(x: Any) -> Any:
-    return x.float() if getattr(x, "dtype", None) in _LOW else x
-
-
-def _sums_nothing(x: torch.Tensor) -> bool:
-    """Whether the last dimension has length 1. `torch.jit.trace` would warn of a decision by shape: this is one."""
-    tracer: Any = torch._C
-    state = tracer._get_tracing_state()
-    if state is None:
-        return x.dim() > 0 and x.size(-1) == 1
-    tracer._set_tracing_state(None)
-    try:
-        return x.dim() > 0 and x.size(-1) == 1
-    finally:
-        tracer._set_tracing_state(state)
-
-
-def _low_beside_wide(floats: list[torch.Tensor]) -> bool:
-    """Whether a 16-bit tensor leads float32 ones: a norm's input, and its parameters and statistics."""
-    return bool(floats) and floats[0].dtype in _LOW and all(x.dtype is torch.float32 for x in floats[1:])
-
-
-def _target(
-    call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor]
-) -> torch.dtype | None:
-    """The dtype that the arguments are to share. 0-d tensors follow the others, as in torch's own promotion."""
-    if call.writes_first and args and isinstance(args[0], torch.Tensor):
-        return args[0].dtype if args[0].dtype in _CASTABLE else None
-    out = kwargs.get("out")
-    if isinstance(out, torch.Tensor):
-        return out.dtype if out.dtype in _CASTABLE else None
-    asked = kwargs.get("dtype")
-    if call.stores_constant and isinstance(asked, torch.dtype) and asked in _LOW:
-        return asked  # torch.full(size, -1e9, dtype=scores.dtype)
-    if not floats:
-        return None
-    dtypes = {x.dtype for x in floats if x.dim()} or {x.dtype for x in floats}
-    widest = max(dtypes, key=_WIDTH.__getitem__)
-    if len(dtypes) > 1 and _WIDTH[widest] == 1:
-        return torch.float32  # float16 and bfloat16 meet: neither holds the other
-    return torch.float32 if widest is torch.complex64 else torch.float64 if widest is torch.complex128 else widest
-
-
-def _has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for a in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(a)
-        if kind is Tensor or isinstance(a, Tensor):
-            if not a.dim() and len(args) > 1:
-                return True  # a constant in a 0-d tensor
-        elif _is_number(a, kind) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
-            return True
-    return False
-
-
-def _is_number(value: object, kind: type) -> bool:
-    """Python's numbers and NumPy's scalars; True and False are neither."""
-    return kind is float or kind is int or (kind not in _PLAIN and isinstance(value, numbers.Real))
-
-
-def _fit(value: Any, dtype: torch.dtype) -> Any:
-    return fits(value, dtype) if _is_number(value, type(value)) else value

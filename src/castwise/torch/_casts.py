@@ -62,13 +62,16 @@ class CastCache:
             if not self.capacity or not _is_weight(weight):
                 return cast(x)
             kept = self._of(weight)
-        elif _traced():
+        elif _dispatch_mode(_PROXY) is not None or _tracing_state() is not None:  # `_traced`, with a call less
             return cast(x)
         else:
             kept = entry[1]
         differentiable = x.requires_grad and _grad_enabled()
         geometry = None if base is None else (x.storage_offset(), x.size(), x.stride(), x.is_conj(), x.is_neg())
-        version, address = weight._version, _address(weight)
+        try:
+            version, address = weight._version, weight.data_ptr()
+        except RuntimeError:
+            version, address = weight._version, _address(weight)
         found = kept.get((geometry, key, True))
         if (found is None or found.version != version or found.address != address) and not differentiable:
             found = kept.get((geometry, key, False))

@@ -192,13 +192,11 @@ class Region(TorchFunctionMode):
         regions = _ACTIVE.get()
         if not (regions and regions[-1] is self) and _innermost(regions, self.rules.device_type) is not self:
             return False
-        depth = _deeper() - 1  # there is no call that only reads it
-        _shallower()
-        if depth > self._depth:
+        _deeper()  # there is no call that only reads it
+        if _shallower() > self._depth:
             return False
-        caller = _frame(2)
-        path = caller.f_code.co_filename
-        if (path[0] == "<" or path in RELAYS) and in_compiled_graph(caller):
+        path = _frame(2).f_code.co_filename
+        if (path[0] == "<" or path in RELAYS) and in_compiled_graph(_frame(2)):
             return False  # its casts were decided when it was traced
         hooks = _hooks_on_top(False)
         if hooks is not None:

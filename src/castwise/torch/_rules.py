@@ -63,7 +63,7 @@ class Rules:
         twin.__dict__ |= self.__dict__ | {"policy": policy, "seen": dict(self.seen), "traced": types.SimpleNamespace()}
         return twin
 
-    @property
+    @functools.cached_property
     def emulated(self) -> bool:
         """Whether products in the policy's format are emulated on this type of device."""
         return arithmetic(self.device_type, self.policy.low_format).emulated

@@ -85,10 +85,9 @@ class Stepper:
         self.wide.after_step()
 
     def _own_pass(self) -> bool:
-        reason = self._fused.why_not()
+        reason = self._fused.saves_nothing() or self._fused.why_not()
         if reason and self.state_dtype is not torch.float32:
             raise PolicyError(f"optimizer_state: the optimizer has to step itself, in float32 state, as {reason}")
-        reason = reason or self._fused.saves_nothing()
         if reason != self._told:
             self._told = reason
             log.info("the optimizer steps itself: %s", reason) if reason else None

@@ -237,7 +237,7 @@ def generators(everything: bool = True) -> dict[str, Any]:
     Nothing is fetched from a device: torch keeps these states on the host.
     """
     states: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device()
         states["cuda"] = {device: torch.cuda.get_rng_state(device)}
     if everything:

@@ -28,17 +28,18 @@ def resolve(policy: Policy, device_type: str) -> Policy:
     return policy.resolve(device_of(device_type))
 
 
-@contextlib.contextmanager
-def tf32(device_type: str, allowed: bool) -> Iterator[None]:
+def tf32(device_type: str, allowed: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, float32 products on CUDA devices may (or may not) round their inputs to TF32; afterwards it is
     as before.
 
     torch keeps this setting for the whole process, so other threads see it while it is changed. Elsewhere than on CUDA
     devices there is nothing to set.
     """
-    if device_type != "cuda":
-        yield
-        return
+    return _tf32(allowed) if device_type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
     restore = _set_tf32(allowed)
     try:
         yield

@@ -1,0 +1,108 @@
+"""What the arguments of a call say: which are tensors, in which formats, and which format they are to share."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._casts import fits
+
+# float8 tensors and float64 ones are left to the user; complex ones count as wider than every real format.
+WIDTH = {
+    torch.float16: 1,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.complex64: 4,
+    torch.complex128: 5,
+}
+CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
+LOW = frozenset({torch.float16, torch.bfloat16})
+TENSORS = frozenset({Tensor, Parameter})
+# Arguments that hold no tensor. Lists and tuples count when they begin with a number: sizes, strides, dimensions.
+_NUMBERS = frozenset({int, float, bool})
+PLAIN = frozenset({*_NUMBERS, type(None), str, torch.Size, torch.dtype, torch.device, torch.memory_format})
+_ASKING = frozenset({"dtype", "out", "attn_mask"})  # named arguments that say something about formats themselves
+_SMALLEST_LIMIT = torch.finfo(torch.float16).max
+
+
+def is_shape(x: Any, kind: type) -> bool:
+    """Whether it is a list or tuple that holds no tensor: sizes, strides, dimensions."""
+    return (kind is tuple or kind is list) and (not x or type(x[0]) in _NUMBERS)
+
+
+def says_formats(kwargs: dict[str, Any]) -> bool:
+    """Whether named arguments say something about formats themselves."""
+    return not _ASKING.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _ASKING)
+
+
+def leads_low(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors = [x for x in (*args, *kwargs.values()) if type(x) in TENSORS and x.dtype in CASTABLE]
+    return low_beside_wide(tensors)
+
+
+def widened(x: Any) -> Any:
+    return x.float() if getattr(x, "dtype", None) in LOW else x
+
+
+def sums_nothing(x: torch.Tensor) -> bool:
+    """Whether the last dimension has length 1. `torch.jit.trace` would warn of a decision by shape: this is one."""
+    tracer: Any = torch._C
+    state = tracer._get_tracing_state()
+    if state is None:
+        return x.dim() > 0 and x.size(-1) == 1
+    tracer._set_tracing_state(None)
+    try:
+        return x.dim() > 0 and x.size(-1) == 1
+    finally:
+        tracer._set_tracing_state(state)
+
+
+def low_beside_wide(floats: list[torch.Tensor]) -> bool:
+    """Whether a 16-bit tensor leads float32 ones: a norm's input, and its parameters and statistics."""
+    return bool(floats) and floats[0].dtype in LOW and all(x.dtype is torch.float32 for x in floats[1:])
+
+
+def shared_format(
+    args: tuple[Any, ...], kwargs: dict[str, Any], floats: list[torch.Tensor], *, writes_first: bool, constant: bool
+) -> torch.dtype | None:
+    """The dtype that the arguments are to share. 0-d tensors follow the others, as in torch's own promotion."""
+    if writes_first and args and isinstance(args[0], torch.Tensor):
+        return args[0].dtype if args[0].dtype in CASTABLE else None
+    out = kwargs.get("out")
+    if isinstance(out, torch.Tensor):
+        return out.dtype if out.dtype in CASTABLE else None
+    asked = kwargs.get("dtype")
+    if constant and isinstance(asked, torch.dtype) and asked in LOW:
+        return asked  # torch.full(size, -1e9, dtype=scores.dtype)
+    if not floats:
+        return None
+    dtypes = {x.dtype for x in floats if x.dim()} or {x.dtype for x in floats}
+    widest = max(dtypes, key=WIDTH.__getitem__)
+    if len(dtypes) > 1 and WIDTH[widest] == 1:
+        return torch.float32  # float16 and bfloat16 meet: neither holds the other
+    return torch.float32 if widest is torch.complex64 else torch.float64 if widest is torch.complex128 else widest
+
+
+def has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for a in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(a)
+        if kind is Tensor or isinstance(a, Tensor):
+            if not a.dim() and len(args) > 1:
+                return True  # a constant in a 0-d tensor
+        elif is_number(a, kind) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
+            return True
+    return False
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Python's numbers and NumPy's scalars; True and False are neither."""
+    return kind is float or kind is int or (kind not in PLAIN and isinstance(value, numbers.Real))
+
+
+def fit(value: Any, dtype: torch.dtype) -> Any:
+    return fits(value, dtype) if is_number(value, type(value)) else value
