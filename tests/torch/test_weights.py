@@ -15,6 +15,7 @@ from castwise.policy import Policy
 from castwise.scaling import ScalingConfig
 from castwise.torch import Amp, Lion, _fused
 from castwise.torch._casts import CastCache
+from castwise.torch._noise import Noise
 from castwise.torch._stepping import Stepper
 from castwise.torch.weights import round_stochastic
 
@@ -489,6 +490,31 @@ def test_random_rounding_keeps_nan_and_infinity() -> None:
     for dtype in (BF16, torch.float16):
         y = round_stochastic(x, dtype).float()
         assert y[0].isnan() and y[1] == float("inf") and y[2] == -float("inf") and y[4] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_random_rounding_is_right_on_average_in_each_place_and_over_many(dtype: torch.dtype) -> None:
+    """Places of one row and of several, in a sequence of roundings: 4.5 standard errors of what chance allows."""
+    noise = Noise()
+    step = 2.0**-7 if dtype is BF16 else 2.0**-10
+    x = torch.linspace(1.0, 1.0 + step, 150_000)
+    share = (x - 1.0) / step
+    runs = torch.stack([round_stochastic(x, dtype, noise).float() for _ in range(64)])
+    assert runs.unique().tolist() == [1.0, 1.0 + step]
+    up = (runs - 1.0) / step
+    spread = (share * (1.0 - share)).sqrt()
+    even = (share > 0.2) & (share < 0.8)  # where 64 roundings are nearly a bell
+    assert ((up.mean(0) - share).abs() < 5.5 * spread / 8.0)[even].all()
+    assert abs((up.mean() - share.mean()).item()) < 4.5 * spread.square().mean().sqrt().item() / (64 * 150_000) ** 0.5
+    one, other = (up[:, i : i + 1000] - share[i : i + 1000] for i in (60_000, 130_000))
+    assert (one * other).mean(0).abs().max() < 5.5 * 0.25 / 8.0  # places do not follow each other
+    assert (up[1:] * up[:-1] - share**2).mean().abs() < 1e-3  # nor do roundings
+
+
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, -1, 0x7FFF0001, 0x7F800001])
+def test_random_rounding_keeps_nan_whatever_its_bits(payload: int) -> None:
+    x = torch.tensor([payload] * 64, dtype=torch.int32).view(torch.float32)
+    assert not round_stochastic(x, BF16).isfinite().any()
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

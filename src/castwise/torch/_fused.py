@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ._casts import CastCache
+from ._noise import round_stochastic, upper_half
 from ._refresh import refreshed, to_refresh
-from ._remainders import narrow, round_stochastic, widen
+from ._remainders import KEPT_BESIDE, narrow, widen
 from ._updates import UPDATES, Piece, State, Update, nothing
 from .weights import WideWeights
 
@@ -250,7 +251,7 @@ class FusedStep:
             return None, [w.weight for w in parts]
         memory, room = self._room("weight", [w.weight for w in low])
         for w, out in zip(low, room, strict=True):
-            widen(self.wide.mode, w.weight, w.rest, out)
+            widen(self.wide.mode, w.weight, w.rest, out, self._spare(out))
         wide = iter(room)
         return memory, [w.weight if w.weight.dtype is torch.float32 else next(wide) for w in parts]
 
@@ -260,30 +261,27 @@ class FusedStep:
             self._write_low(wide, [w.low for w in parts if w.low is not None])
         for w, stepped in zip(parts, weights, strict=True):
             if w.low is not None and self.wide.mode != "stochastic":
-                narrow(self.wide.mode, stepped, w.low, w.rest)
+                narrow(self.wide.mode, stepped, w.low, w.rest, room=self._spare(stepped))
             for cast in w.casts:
                 cast.copy_(stepped if w.low is None else w.low)
 
     def _write_low(self, memory: torch.Tensor, targets: list[torch.Tensor], exact: bool = False) -> None:
         """Round working memory into the 16-bit tensors that it stands for; to nearest if `exact`, else at random."""
-        generator = self.wide.generator(memory.device)
         parts = torch.split(memory, [t.numel() for t in targets])
-        for dtype in {t.dtype for t in targets}:
-            chosen = [(t, p) for t, p in zip(targets, parts, strict=True) if t.dtype is dtype]
-            if exact:
-                values = [p for _, p in chosen]
-            elif len(chosen) == len(targets):
-                values = list(torch.split(round_stochastic(memory, dtype, generator), [t.numel() for t in targets]))
-            else:
-                values = [round_stochastic(p, dtype, generator) for _, p in chosen]
-            torch._foreach_copy_(
-                [t for t, _ in chosen], [v.view(t.shape) for (t, _), v in zip(chosen, values, strict=True)]
-            )
+        if not exact and all(t.dtype is torch.bfloat16 for t in targets):
+            parts = torch.split(upper_half(memory, self.wide.noise), [t.numel() for t in targets])
+        elif not exact:
+            parts = tuple(round_stochastic(p, t.dtype, self.wide.noise) for t, p in zip(targets, parts, strict=True))
+        torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
     def _copies(self, role: str, like: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         memory, room = self._room(role, like)
         torch._foreach_copy_(room, like)
         return memory, room
+
+    def _spare(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Working memory for one conversion; None where it needs none."""
+        return self._room("spare", [like])[1][0] if self.wide.mode in KEPT_BESIDE else None
 
     def _room(self, role: str, like: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """float32 working memory, and its parts of these shapes: the same for every piece, so that it stays in the
@@ -304,6 +302,7 @@ class FusedStep:
     def let_go(self) -> None:
         """Give the working memory back."""
         self._scratch.clear()
+        self.wide.noise.let_go()
 
 
 def _limit(device: torch.device) -> int:

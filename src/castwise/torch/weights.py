@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from castwise.errors import PolicyError
 
 from ._gradients import parameters_of
-from ._remainders import empty_rest, narrow, round_stochastic, widen
+from ._noise import Noise, round_stochastic
+from ._remainders import empty_rest, narrow, widen
 
 __all__ = ["Kept", "WideWeights", "round_stochastic"]
 
@@ -60,8 +61,9 @@ class WideWeights:
         self.optimizer = optimizer
         self.narrow_gradients = narrow_gradients
         self.kept: list[Kept] = []
-        # Draws of "stochastic". Its own, so that replicas on several machines round alike and runs resume exactly.
-        self._generators: dict[torch.device, torch.Generator] = {}
+        # Of "stochastic" and of 16-bit state. Its own, so that replicas on several machines round alike and runs resume
+        # exactly.
+        self.noise = Noise()
         self._of_wide: dict[int, Kept] = {}
         self.adopt()
 
@@ -82,7 +84,10 @@ class WideWeights:
 
     def parameters(self) -> list[torch.Tensor]:
         """The model's own parameters that the optimizer steps, in its order: those that hold the gradients."""
-        known = ((p, self._of_wide.get(id(p))) for p in parameters_of([self.optimizer]))
+        own = parameters_of([self.optimizer])
+        if not self._of_wide:
+            return own
+        known = ((p, self._of_wide.get(id(p))) for p in own)
         return [p if kept is None else kept.low for p, kept in known]
 
     def clear(self) -> bool:
@@ -140,7 +145,7 @@ class WideWeights:
     def after_step(self) -> None:
         """Round the stepped values into the model's parameters, and keep what rounding lost."""
         for kept in self.kept:
-            narrow(self.mode, kept.wide.data, kept.low, kept.rest, self.generator(kept.low.device))
+            narrow(self.mode, kept.wide.data, kept.low, kept.rest, self.noise)
         self._let_go(self.kept)
 
     def _let_go(self, kept: Iterable[Kept]) -> None:
@@ -148,19 +153,11 @@ class WideWeights:
             for one in kept:
                 one.wide.data = one.wide.data.new_empty(()).expand(one.wide.shape)  # the right shape, and no memory
 
-    def generator(self, device: torch.device) -> torch.Generator:
-        """The generator of random roundings on a device."""
-        found = self._generators.get(device)
-        if found is None:
-            found = self._generators[device] = torch.Generator(device).manual_seed(0)
-        return found
-
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept beside the 16-bit weights, and where the random numbers are."""
-        generators = {str(device): g.get_state() for device, g in self._generators.items()}
-        return {"mode": self.mode, "kept": [k.clone() for k in self._tensors()], "generators": generators}
+        return {"mode": self.mode, "kept": [k.clone() for k in self._tensors()], "draws": self.noise.draws}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,8 +173,7 @@ class WideWeights:
             raise PolicyError("weights: the saved state belongs to a model with other parameters")
         for mine, saved in zip(kept, state["kept"], strict=True):
             mine.copy_(saved)
-        for device, draws in state.get("generators", {}).items():
-            self.generator(torch.device(device)).set_state(draws)
+        self.noise.draws = int(state.get("draws", 0))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for kept in self.kept:
