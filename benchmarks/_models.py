@@ -165,6 +165,16 @@ def tasks(full: bool) -> list[Task]:
     ]
 
 
+def longer_tasks() -> list[Task]:
+    """Tasks whose steps take some 10 to 200 ms on scalar 16-bit kernels, as usual sizes do on kernels that are not."""
+    return [
+        Task("MLP 256, batch 64", lambda: mlp(256), _classes(64, 256)),
+        Task("convnet 32, 8 images", lambda: convnet(32), _classes(8, 3, 16, 16)),
+        Task("GPT 4x128, 4x32 tokens", lambda: GPT(128), _text(4, 32)),
+        Task("LSTM 128, 8x32 steps", lambda: Recurrent(128), _classes(8, 32, 64)),
+    ]
+
+
 def _tokens(batch: int, time: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     return lambda: (torch.randint(0, 1000, (batch, time)), torch.randint(0, 10, (batch,)))
 

@@ -50,6 +50,27 @@ def test_numpy_constants_beyond_float16_become_its_lowest_value(op: str, value: 
     assert bool((written == LOWEST).all())
 
 
+STORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda h, v: h.masked_fill(torch.ones_like(h, dtype=torch.bool), v),
+    "where": lambda h, v: torch.where(torch.ones_like(h, dtype=torch.bool), v, h),
+    "setitem": lambda h, v: (h.__setitem__(slice(None), v), h)[1],
+    "setitem, one row": lambda h, v: (h.__setitem__(torch.tensor(1), v), h)[1][1],
+    "index_fill": lambda h, v: h.index_fill(0, torch.tensor(1), v)[1],
+    "fill_": lambda h, v: h.fill_(v),
+    "add": lambda h, v: torch.zeros_like(h) + v,
+    "clamp": lambda h, v: h.clamp(max=v),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64, torch.float32])
+@pytest.mark.parametrize("op", STORES)
+def test_constants_in_tensors_beyond_float16_become_its_lowest_value(op: str, dtype: torch.dtype) -> None:
+    with autocast("cpu", torch.float16):
+        written = STORES[op](scores(), torch.tensor(-(10**9), dtype=dtype))
+    assert written.dtype is torch.float16
+    assert bool((written == LOWEST).all())
+
+
 PADDED: dict[str, Callable[[Tensor], Tensor]] = {
     "pad_sequence": lambda h: pad_sequence([h, h[:1]], batch_first=True, padding_value=-1e9)[1, 1:],
     "pad_packed_sequence": lambda h: pad_packed_sequence(pack_sequence([h, h[:1]]), True, padding_value=-1e9)[0][1, 1:],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._casts import fits
+from ._casts import fits, to_saturated
 
 # float8 tensors and float64 ones are left to the user; complex ones count as wider than every real format.
 WIDTH = {
@@ -89,11 +89,13 @@ def shared_format(
 
 
 def has_large_constant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a number among the arguments may be beyond a 16-bit format. What a 0-d tensor holds is not looked at."""
+    several = len(args) + len(kwargs) > 1
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = type(a)
         if kind is Tensor or isinstance(a, Tensor):
-            if not a.dim() and len(args) > 1:
-                return True  # a constant in a 0-d tensor
+            if not a.dim() and several and (not args or a is not args[0] or a.dtype in WIDTH):
+                return True  # a constant in a 0-d tensor, and not a counter of steps
         elif is_number(a, kind) and not -_SMALLEST_LIMIT <= a <= _SMALLEST_LIMIT:
             return True
     return False
@@ -104,5 +106,21 @@ def is_number(value: object, kind: type) -> bool:
     return kind is float or kind is int or (kind not in PLAIN and isinstance(value, numbers.Real))
 
 
-def fit(value: Any, dtype: torch.dtype) -> Any:
+def fitted(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, keep: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an op that stores constants, with those as `dtype` can hold them: numbers, and 0-d tensors.
+
+    Where an op takes indices too, an integer tensor is a constant in the last place only. `keep` is the destination.
+    """
+    indexed = len(args) - 1 if "index" in name or "scatter" in name else 0
+    positional = [a if a is keep else _fit(a, dtype, place >= indexed) for place, a in enumerate(args)]
+    return tuple(positional), {k: v if v is keep else _fit(v, dtype, k != "index") for k, v in kwargs.items()}
+
+
+def _fit(value: Any, dtype: torch.dtype, constant: bool) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() or value.dtype is torch.bool or value.is_complex() or value.dtype in CASTABLE:
+            return value
+        return to_saturated(value, dtype) if constant or value.is_floating_point() else value
     return fits(value, dtype) if is_number(value, type(value)) else value

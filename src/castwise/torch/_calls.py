@@ -22,7 +22,7 @@ from ._arguments import (
     PLAIN,
     TENSORS,
     WIDTH,
-    fit,
+    fitted,
     has_large_constant,
     is_shape,
     leads_low,
@@ -291,8 +291,7 @@ class Casting:
             if keep is None:
                 target = torch.float32
         if call.stores_constant and target in LOW:
-            args = tuple([fit(a, target) for a in args])
-            kwargs = {k: fit(v, target) for k, v in kwargs.items()}
+            args, kwargs = fitted(call.name, args, kwargs, target, keep)
         others = frozenset({x.dtype for x in floats} - {target})
         if not others:
             return function(*args, **kwargs)

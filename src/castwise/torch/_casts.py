@@ -163,7 +163,7 @@ def fits(value: float, dtype: torch.dtype) -> float:
 
 
 def to_saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.to(dtype)` for masks: finite entries beyond the range saturate instead of becoming inf; inf stays inf."""
+    """`x.to(dtype)` for masks and constants: finite values beyond the range saturate instead of becoming inf."""
     low = x.to(dtype)
     limit = torch.finfo(dtype).max
-    return torch.where(low.isinf() & x.isfinite(), torch.sign(low) * limit, low) if x.is_floating_point() else low
+    return torch.where(low.isinf() & x.isfinite(), torch.sign(low) * limit, low)
