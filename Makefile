@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.castwise-installed
 DEMO_OUT ?= out/demo
-PYTEST_ARGS ?=
+# Two processes: more do not help two cores, and each loads torch.
+PYTEST_ARGS ?= -n 2 --dist load
 
 .PHONY: help venv demo test lint types check format clean
 
