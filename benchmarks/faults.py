@@ -1,149 +1,68 @@
 """Break five kinds of model in every layer, and see whether the guard says what broke.
 
-    python benchmarks/faults.py                # every layer, every fault, and 100 healthy steps of each kind and format
+    python benchmarks/faults.py                        # every layer and fault; 100 healthy steps per kind and format
     python benchmarks/faults.py --healthy 1000 --kinds gpt,t5
-    python benchmarks/faults.py --compiled     # one layer of each kind, through torch.compile
+    python benchmarks/faults.py --compiled aot_eager   # each fault in another layer, through torch.compile
+    python benchmarks/faults.py --planned              # through a plan that computes all that may be in float16
 
 Faults enter through data, weights, or an operation put into a layer's own forward; never through a hook of Castwise.
-Each case trains two healthy steps, then breaks. An attribution is right when layer, phase and kind are all right. A
-fault is recovered when the guard let training go on as it should: layers raised or the scale lowered so that the next
-step is taken, a bad batch passed over, or the run stopped with the reason where nothing can help.
+A plan fixes a model's operations, so there the operation stands in every layer, and a buffer turns it on.
+Each case trains two healthy steps, then breaks. An attribution is right when layer, phase and kind are all right; of a
+plan's operations the line too, since what runs is no line of the program. A fault is recovered when the guard let
+training go on as it should: layers raised or the scale lowered so that the next step is taken, a bad batch passed over,
+or the run stopped with the reason where nothing can help (with a plan, whose formats are fixed, that is more).
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from _fault_models import KINDS, Kind, Namer
+from _faults import FAULTS, SWITCHED, Fault, Search, Switches, put_into
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.errors import CastwiseError
 from castwise.guard import Kind as Cause
+from castwise.plan import Plan
 from castwise.policy import Policy
 from castwise.torch import Amp
+from castwise.torch.planning import prepare
 
-NAN, INF = float("nan"), float("inf")
 STOP_AFTER = 3
-
-
-# ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-class Steep(torch.autograd.Function):
-    """Passes values on, and multiplies gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
-
-
-def too_large(y: torch.Tensor) -> torch.Tensor:
-    """The same values, by way of ones of up to 1e6. What is left of an infinity there is NaN, which nothing hides."""
-    large = y * (1e6 / float(y.detach().abs().amax().float().clamp_min(1e-6)))
-    return y + (large - large)
-
-
-def too_small(y: torch.Tensor) -> torch.Tensor:
-    """The same values, by way of a divisor of 1e-9."""
-    large = y / (y.detach().abs() * 0.0 + 1e-9)
-    return y + (large - large)
-
-
-def steep(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gradients times a factor and then divided by it again; values pass."""
-    return lambda y: Steep.apply(Steep.apply(y, 1.0 / factor), factor)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class Search:
-    """Gradients times what takes them to 2**20 at the loss scale of the first step, and divided by it again."""
-
-    def __init__(self) -> None:
-        self.factor = 0.0
-
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        y = Searched.apply(y, self, False)  # type: ignore[no-untyped-call]
-        return Searched.apply(y, self, True)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class Searched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, search: Search, up: bool) -> torch.Tensor:
-        ctx.search, ctx.up = search, up
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        search, gradient = ctx.search, grads[0]
-        if not search.factor:
-            search.factor = 2.0**20 / float(gradient.abs().amax().float().clamp_min(1e-6))
-        return gradient * (search.factor if ctx.up else 1.0 / search.factor), None, None
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way to break a layer, and what should be said of it."""
-
-    name: str
-    where: str  # "operation", "weight" or "data"
-    cause: Cause
-    phase: str
-    change: Any  # a function of the layer's output, its weight or the batch
-    narrow_only: bool = False  # breaks only what is computed in 16 bits
-
-
-FAULTS = (
-    Fault("forward overflow", "operation", Cause.RANGE, "forward", too_large, narrow_only=True),
-    Fault("underflow", "operation", Cause.RANGE, "forward", too_small, narrow_only=True),
-    Fault("forward NaN", "operation", Cause.BROKEN, "forward", lambda y: y * NAN),
-    Fault("backward overflow", "operation", Cause.RANGE, "backward", steep(1e14), narrow_only=True),
-    Fault("scale too high", "operation", Cause.SCALE, "backward", Search, narrow_only=True),
-    Fault("backward NaN", "operation", Cause.BROKEN, "backward", steep(NAN)),
-    Fault("NaN weight", "weight", Cause.BROKEN, "forward", lambda w: w.fill_(NAN)),
-    Fault("inf weight", "weight", Cause.BROKEN, "forward", lambda w: w.fill_(INF)),
-    Fault("NaN input", "data", Cause.DATA, "forward", lambda x: x.view(-1)[:1].fill_(NAN)),
-    Fault("inf input", "data", Cause.DATA, "forward", lambda x: x.view(-1)[:1].fill_(INF)),
-)
-
-
-def put_into(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Make a layer's own forward do one thing more."""
-    forward = module.forward
-
-    def changed(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-    module.forward = changed  # type: ignore[method-assign]
 
 
 # ---- one case --------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """A model of one kind in training."""
+    """A model of one kind in training: as it is, "planned", or compiled by a backend."""
 
-    def __init__(self, kind: Kind, fmt: str, seed: int, *, compiled: bool = False, guard: bool = True) -> None:
+    def __init__(self, kind: Kind, fmt: str, seed: int, *, how: str = "", guard: bool = True) -> None:
         torch.manual_seed(seed)
         self.kind = kind
         self.model = kind.make(Namer(seed))
-        options = {"enabled": guard, "patience": 0, "stop_after": STOP_AFTER}
+        self.prefix = ""
+        if how == "planned":
+            add_switches(self.model)
         optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
-        self.called = torch.compile(self.model, backend="aot_eager") if compiled else self.model
-        self.amp = Amp(self.called, optimizer, Policy.from_dict({"format": fmt, "guard": options}))
+        self.called: Any = self.model
+        plan = None
+        if how == "planned":
+            plan = plan_of(kind, fmt, seed)
+        elif how:
+            self.prefix, self.called = "_orig_mod.", torch.compile(self.model, backend=how)
+        options = {"enabled": guard, "patience": 0, "stop_after": STOP_AFTER}
+        self.amp = Amp(self.called, optimizer, Policy.from_dict({"format": fmt, "guard": options}), plan=plan)
         self.data = torch.Generator().manual_seed(seed)
         self.break_data: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -156,9 +75,57 @@ class Run:
             loss = self.kind.loss(self.called(*inputs), target)
         return self.amp.step(loss, clip_norm=1.0).stepped
 
+    def broken(self, fault: Fault, layer: str, compiled: bool) -> tuple[str, str]:
+        """Break it from the next step on. Where that is then: layer, and what was bad from the start."""
+        module = self.model.get_submodule(layer)
+        if fault.where == "operation":
+            put_into(module, fault.change() if fault.change is Search else fault.change)
+            if compiled:
+                torch._dynamo.reset()
+            return layer, ""
+        if fault.where == "switch":
+            name, value = fault.change
+            module.get_buffer(f"switches.{name}").fill_(value)
+            return f"{layer}.switches", "" if value == value else f"buffer {layer}.switches.{name}"
+        if fault.where == "weight":
+            name, weight = next(iter(module.named_parameters()))
+            with torch.no_grad():
+                fault.change(weight)
+            return layer, f"parameter {self.prefix}{layer}.{name}"
+        self.break_data = fault.change
+        return "", "input 0"
 
-def layers_of(kind: Kind, seed: int) -> list[tuple[str, bool]]:
+
+def leaves(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that compute."""
+    return [(p, m) for p, m in model.named_modules() if p and not any(True for _ in m.children())]
+
+
+def add_switches(model: nn.Module) -> None:
+    for _, module in leaves(model):
+        switches = Switches()
+        module.add_module("switches", switches)
+        put_into(module, switches)
+
+
+@functools.cache
+def plan_of(kind: Kind, fmt: str, seed: int) -> Plan:
+    """A plan that computes in 16 bits whatever may be, as if that gained much and casts cost nothing."""
+    model = kind.make(Namer(seed))
+    add_switches(model)
+    ready = prepare(model, kind.batch(torch.Generator().manual_seed(0))[0], policy=fmt, device="t4")
+    costs = ready.costs
+    high = costs.high + 1.0
+    return replace(ready, costs=replace(costs, high=high, down=costs.down * 0.0, up=costs.up * 0.0)).solve()
+
+
+@functools.cache
+def layers_of(kind: Kind, seed: int, how: str) -> list[tuple[str, bool]]:
     """Paths of the layers that compute, and whether what each gives is 16 bits wide."""
+    if how == "planned":
+        plan = plan_of(kind, "float16", seed)
+        narrow = {op.layer for op in plan.problem.graph.ops if op.name == "mul" and plan.formats[op.id] == "fp16"}
+        return [(path, f"{path}.switches" in narrow) for path, _ in leaves(kind.make(Namer(seed)))]
     run = Run(kind, "float16", seed, guard=False)
     found: dict[str, bool] = {}
 
@@ -169,23 +136,22 @@ def layers_of(kind: Kind, seed: int) -> list[tuple[str, bool]]:
 
         return hook
 
-    for path, module in run.model.named_modules():
-        if path and not any(True for _ in module.children()):
-            module.register_forward_hook(note(path))
+    for path, module in leaves(run.model):
+        module.register_forward_hook(note(path))
     run.step()
     return list(found.items())
 
 
-def cases(kind: Kind, seed: int) -> Iterator[tuple[Fault, str]]:
+def cases(kind: Kind, seed: int, how: str = "") -> Iterator[tuple[Fault, str]]:
     """Every fault that makes sense in every layer."""
     model = kind.make(Namer(seed))
     generator = torch.Generator().manual_seed(0)
-    for fault in FAULTS:
+    for fault in SWITCHED if how == "planned" else FAULTS:
         if fault.where == "data":
             if kind.batch(generator)[0][0].is_floating_point():
                 yield fault, ""
             continue
-        for path, narrow in layers_of(kind, seed):
+        for path, narrow in layers_of(kind, seed, how):
             if fault.narrow_only and not narrow:
                 continue
             if fault.where == "weight" and not any(True for _ in model.get_submodule(path).parameters()):
@@ -193,26 +159,21 @@ def cases(kind: Kind, seed: int) -> Iterator[tuple[Fault, str]]:
             yield fault, path
 
 
-def attempt(kind: Kind, fault: Fault, layer: str, seed: int, compiled: bool) -> tuple[str, bool, str]:
+def each_in_another_layer(found: list[tuple[Fault, str]]) -> list[tuple[Fault, str]]:
+    """Each fault once, the first in the first layer that it can be in, the next in the next."""
+    layers: dict[str, list[tuple[Fault, str]]] = collections.defaultdict(list)
+    for fault, layer in found:
+        layers[fault.name].append((fault, layer))
+    return [places[i % len(places)] for i, places in enumerate(layers.values())]
+
+
+def attempt(kind: Kind, fault: Fault, layer: str, seed: int, how: str = "") -> tuple[str, bool, str]:
     """("right", "wrong" or "missed"; recovered; what was said)."""
-    run = Run(kind, "float16", seed, compiled=compiled)
-    source = ""
+    run = Run(kind, "float16", seed, how=how)
     for _ in range(2):
         if not run.step():
             return "wrong", False, f"broke before the fault: {run.amp.finding}"
-    prefix = "_orig_mod." if compiled else ""
-    if fault.where == "operation":
-        change: Any = fault.change() if fault.change is Search else fault.change  # type: ignore[call-arg]
-        put_into(run.model.get_submodule(layer), change)
-        if compiled:
-            torch._dynamo.reset()
-    elif fault.where == "weight":
-        name, weight = next(iter(run.model.get_submodule(layer).named_parameters()))
-        source = f"parameter {prefix}{layer}.{name}"
-        with torch.no_grad():
-            fault.change(weight)
-    else:
-        run.break_data, source = fault.change, "input 0"
+    layer, source = run.broken(fault, layer, bool(how))
     taken, stopped = [], False
     try:
         for _ in range(STOP_AFTER + 3):
@@ -225,9 +186,12 @@ def attempt(kind: Kind, fault: Fault, layer: str, seed: int, compiled: bool) -> 
     if found is None:
         return "missed", False, "nothing"
     said = (found.data["kind"], found.data["phase"], found.data["layer"], found.data["source"])
-    wanted = (fault.cause.value, fault.phase, f"{prefix}{layer}" if layer else "", source)
-    recovered = stopped if fault.cause is Cause.BROKEN else all(taken[-2:]) and not stopped
-    return ("right" if said == wanted else "wrong"), recovered, str(found.message)
+    right = said == (fault.cause.value, fault.phase, f"{run.prefix}{layer}" if layer else "", source)
+    if fault.where == "switch" and not source:
+        right &= "_faults.py" in found.data["line"] and "in forward" in found.data["line"]
+    helpless = fault.cause is Cause.BROKEN or (how == "planned" and fault.cause is Cause.RANGE)
+    recovered = stopped if helpless else all(taken[-2:]) and not stopped
+    return "right" if right else "wrong", recovered, str(found.message)
 
 
 # ---- healthy runs ----------------------------------------------------------------------------------------------------
@@ -261,9 +225,9 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.Tensor.tolist = self.fetch  # type: ignore[method-assign]
 
 
-def counted(kind: Kind, fmt: str, guard: bool) -> collections.Counter[str]:
+def counted(kind: Kind, fmt: str, guard: bool, how: str) -> collections.Counter[str]:
     """Kernels and waits of the third step."""
-    run = Run(kind, fmt, 0, guard=guard)
+    run = Run(kind, fmt, 0, how=how, guard=guard)
     run.step()
     run.step()
     ops = Ops()
@@ -272,9 +236,9 @@ def counted(kind: Kind, fmt: str, guard: bool) -> collections.Counter[str]:
     return ops.counts
 
 
-def healthy(kind: Kind, fmt: str, steps: int) -> int:
+def healthy(kind: Kind, fmt: str, steps: int, how: str) -> int:
     """Alarms in healthy steps."""
-    run = Run(kind, fmt, 0)
+    run = Run(kind, fmt, 0, how=how)
     for _ in range(steps):
         run.step()
     return sum(event.alarm for event in run.amp.events)
@@ -289,11 +253,13 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="break only every n-th case")
     parser.add_argument("--healthy", type=int, default=100, help="healthy steps of each kind and format")
     parser.add_argument("--seed", type=int, default=0, help="of the module names and the data")
-    parser.add_argument("--compiled", action="store_true", help="one layer per fault, through torch.compile")
+    parser.add_argument("--compiled", default="", metavar="BACKEND", help="one layer per fault, through torch.compile")
+    parser.add_argument("--planned", action="store_true", help="through a plan")
     args = parser.parse_args()
     logging.getLogger("castwise").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     wanted = args.kinds.split(",")
+    how = "planned" if args.planned else args.compiled
     bad = 0
     print(f"{'kind':8} {'cases':>6} {'right':>6} {'wrong':>6} {'missed':>6} {'recovered':>9} "
           f"{'false alarms':>20} {'ops added':>9} {'syncs added':>11} {'seconds':>8}")  # fmt: skip
@@ -303,18 +269,17 @@ def main() -> int:
         start = time.perf_counter()
         tally: collections.Counter[str] = collections.Counter()
         wrong: list[str] = []
-        chosen = list(cases(kind, args.seed))[:: args.every]
-        if args.compiled:
-            chosen = list({fault.name: (fault, layer) for fault, layer in chosen}.values())
+        chosen = list(cases(kind, args.seed, how))
+        chosen = (each_in_another_layer(chosen) if args.compiled else chosen)[:: args.every]
         for fault, layer in chosen:
-            verdict, recovered, said = attempt(kind, fault, layer, args.seed, args.compiled)
+            verdict, recovered, said = attempt(kind, fault, layer, args.seed, how)
             tally[verdict] += 1
             tally["recovered"] += recovered
             if verdict != "right" or not recovered:
                 wrong.append(f"    {verdict}, {'' if recovered else 'not '}recovered: {fault.name} in {layer}: {said}")
-        alarms = {fmt: healthy(kind, fmt, args.healthy) for fmt in ("bfloat16", "float16")}
-        added = collections.Counter(counted(kind, "float16", True))
-        added.subtract(counted(kind, "float16", False))
+        alarms = {fmt: healthy(kind, fmt, args.healthy, how) for fmt in ("bfloat16", "float16")}
+        added = counted(kind, "float16", True, how)
+        added.subtract(counted(kind, "float16", False, how))
         spent = time.perf_counter() - start
         told = f"{sum(alarms.values())} in {2 * args.healthy} steps"
         print(f"{kind.name:8} {len(chosen):6d} {tally['right']:6d} {tally['wrong']:6d} {tally['missed']:6d} "

@@ -20,6 +20,8 @@ from castwise.guard import Finding, Kind
 from castwise.policy import Policy
 from castwise.torch import Amp, _scale
 
+from .faulty import Steep
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -126,19 +128,6 @@ def test_bad_weights_are_named(bad: float, name: str) -> None:
         model.get_parameter(name).view(-1)[0] = bad
     found = finding(model, inputs())
     assert found.kind is Kind.BROKEN and found.source == f"parameter {name}" and found.layer == name.rpartition(".")[0]
-
-
-class Steep(torch.autograd.Function):
-    """Passes values on, and multiplies gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.factor, None
 
 
 class Cliff(nn.Module):
@@ -558,6 +547,6 @@ def test_a_model_in_a_wrapper_for_several_processes_is_seen_through(tmp_path: An
     try:
         for model, phase in ((Stack(Block(), Block(1e6)), "forward"), (Stack(Block(), Cliff(1e8)), "backward")):
             found = finding(nn.parallel.DistributedDataParallel(model), inputs())
-            assert (found.layer, found.kind, found.phase) == ("module.blocks.1", Kind.RANGE, phase)
+            assert (found.layer, found.kind, found.phase) == ("blocks.1", Kind.RANGE, phase)
     finally:
         torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class Seen:
 
 Values = Mapping[fx.Node, Any]
 """Per node what its value looked like: a `Seen`, a tuple of them, or a number."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # Classes whose kernels a compiler generates and fuses with their neighbours.
 _GENERATED = frozenset(
@@ -152,11 +155,18 @@ def layer(node: fx.Node) -> str:
 
 def source(node: fx.Node) -> str:
     """File and line of the user's code that made the call: the innermost frame outside torch."""
+    path, _, rest = program_line(node).rpartition(":")
+    return f"{path.rsplit('/', 1)[-1]}:{rest.partition(' ')[0]}" if path else ""
+
+
+def program_line(node: fx.Node) -> str:
+    """As `source`, with the whole path, and the function."""
     lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
     for line in reversed(lines):
         path, _, rest = line.partition('File "')[2].partition('", line ')
-        if "/torch/" not in path:
-            return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+        if not path.startswith(_TORCH):
+            number, _, function = rest.partition(", in ")
+            return f"{path}:{number} in {function}"
     return ""
 
 

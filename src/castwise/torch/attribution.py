@@ -135,8 +135,9 @@ def _largest(finite: Callable[[float], bool], scales: Sequence[float]) -> float 
 
 def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: float | None = None) -> Finding:
     """A root of a trace, as a finding."""
+    seen_on = f"on rank {root.rank}, " if root.rank >= 0 else ""
     if isinstance(root, Source):
-        evidence = str(root.values)
+        evidence = f"{seen_on}{root.values}"
         if root.kind == "gradient":
             return Finding(kind=kind, phase="loss", evidence=f"gradient {root.name}: {evidence}", scale=scale)
         layer = root.name.rpartition(".")[0] if root.kind in ("parameter", "buffer") else ""
@@ -151,7 +152,7 @@ def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: fl
         layer=root.layer,
         line=root.line,
         reads=root.reads if root.phase == "forward" else "",
-        evidence=f"{inputs} gave {outputs}",
+        evidence=f"{seen_on}{inputs} gave {outputs}",
         scale=scale,
         finite_scale=finite_scale,
         underflow=kind is Kind.RANGE and any(v.zeros for v in divisors),

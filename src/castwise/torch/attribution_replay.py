@@ -6,13 +6,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from . import _aten
+from ._ranks import Ranks
 from .attribution_capture import Call, generators, restore_generators
+from .attribution_ranks import common_repeat
 from .attribution_trace import Made, Source, Trace
 from .attribution_trees import mapped, tensors_in
 from .capture import flat_inputs
@@ -36,6 +39,11 @@ class Repeat:
     bytes: dict[str, int]
     feeds: dict[str, list[str]]
 
+    def plain(self) -> Repeat:
+        """Without what cannot leave this process: tensors."""
+        root = self.root
+        return replace(self, root=replace(root, causes=(), alone=None) if isinstance(root, Made) else root)
+
 
 class Replay:
     """Repeats calls of a model.
@@ -43,11 +51,13 @@ class Replay:
     Args:
         model: the model they are calls of, or of parts of it.
         planned: the applied plan that runs in its place, if any.
+        ranks: that train the model together. Each of them makes each repetition, and all are told the same of it.
     """
 
-    def __init__(self, model: nn.Module, planned: Any = None) -> None:
+    def __init__(self, model: nn.Module, planned: Any = None, ranks: Ranks | None = None) -> None:
         self.model = model
         self.planned = planned
+        self.ranks = ranks
 
     def traced(self, call: Call, context: Context, factor: float = 1.0) -> Repeat:
         """Forward and backward of one call under a trace.
@@ -57,6 +67,11 @@ class Replay:
             context: gives the region to repeat it in.
             factor: the gradients of its outputs are multiplied by it; a power of two changes nothing else.
         """
+        if self.ranks is None:
+            return self._traced(call, context, factor)
+        return common_repeat(self.ranks, lambda: self._traced(call, context, factor))
+
+    def _traced(self, call: Call, context: Context, factor: float) -> Repeat:
         with self.undisturbed(call):
             args, kwargs, cut = _fresh(call)
             inputs = [("input", name, x) for name, x in [*tensors_in(args), *tensors_in(kwargs)]]
@@ -204,24 +219,38 @@ def _gradients(
 
 
 class _Layers(fx.Interpreter):
-    """Runs a planned graph and tells the trace which layer each op belongs to."""
+    """Runs a planned graph and tells the trace which layer and line of the program each node belongs to."""
 
-    def __init__(self, module: fx.GraphModule, layers: dict[str, str], trace: Trace) -> None:
+    def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
         super().__init__(module)
-        self.layers, self.trace = layers, trace
+        self.trace = trace
+        self.places = _places(module.graph)
 
     def run_node(self, n: fx.Node) -> Any:
-        self.trace.enter_layer(self.layers.get(str(n.meta.get("castwise_op")), self.trace.layer or ""))
+        layer, self.trace.line = self.places.get(n, ("", ""))
+        self.trace.enter_layer(layer, self.fetch_args_kwargs_from_env(n))
         try:
             return super().run_node(n)
         finally:
             self.trace.leave_layer()
+            self.trace.line = ""
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return None if target == "_guards_fn" else super().call_module(target, args, kwargs)
 
 
+def _places(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
+    """Layer and line of each node. A cast, which the plan put there, belongs to the first that reads it."""
+    found: dict[fx.Node, tuple[str, str]] = {}
+    for node in reversed(graph.nodes):
+        if node.meta.get("nn_module_stack"):
+            found[node] = _aten.layer(node), _aten.program_line(node)
+        else:
+            reader = next((user for user in node.users if user in found), None)
+            if reader is not None:
+                found[node] = found[reader]
+    return found
+
+
 def _planned(planned: Any, args: Any, kwargs: Any, trace: Trace) -> Any:
-    graph = planned.graph_for(args, kwargs)
-    layers = {op.id: op.layer for op in planned.castwise_plan.problem.graph.ops}
-    return _Layers(graph.module, layers, trace).run(*flat_inputs(args, kwargs))
+    return _Layers(planned.graph_for(args, kwargs).module, trace).run(*flat_inputs(args, kwargs))

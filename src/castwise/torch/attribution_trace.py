@@ -26,7 +26,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .attribution_trees import mapped, tensors_in
-from .attribution_values import Values, described, is_bad, mutated, scalars, storage_of, values_of
+from .attribution_values import (
+    Values,
+    as_they_are,
+    as_they_were,
+    described,
+    is_bad,
+    mutated,
+    scalars,
+    storage_of,
+    values_of,
+)
 
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -44,11 +54,13 @@ class Source:
     """Where bad values may come from without an operation.
 
     kind: "input", "parameter", "buffer", "gradient" (of an output, from the loss) or "constant".
+    rank: the one that it was seen on, where others did not; -1 where there are no others.
     """
 
     kind: str
     name: str
     values: Values
+    rank: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +79,7 @@ class Made:
     causes: tuple[Made | Source, ...]
     on_purpose: bool  # an infinity that the program itself asked for, in an argument
     alone: _Alone | None  # the call, where nothing that went in was bad
+    rank: int = -1  # that it was seen on, where others did not see it
 
     @property
     def nan(self) -> bool:
@@ -114,6 +127,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes: dict[str, int] = {}
         self.feeds: dict[str, list[str]] = {}  # per layer, those that made what it was given
         self._makers: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.line = ""  # of the program, where whoever runs it knows better than the stack
         self._stack: list[str] = []
         self._last = ""
         self._marks: list[_Mark] = []
@@ -190,10 +204,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         in_backward = node is not None and not self._stack
         if not in_backward:
-            self._mark(_line())
+            self._mark(self.line or _line())
         name = func._schema.name.partition("::")[2]
         writes = func._schema.is_mutable or "batch_norm" in name  # which writes statistics that its schema hides
-        before = described((args, kwargs)) if writes else None
+        before = as_they_were(args, kwargs) if writes else None
         result = func(*args, **kwargs)
         if func.is_view or name in _UNWRITTEN or name in ("detach", "_unsafe_view"):
             return result
@@ -204,7 +218,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad = [x for x in written if is_bad(x)]
         if bad:
             mark = self._of_node(node) if in_backward else None
-            inputs = before if before is not None else described((args, kwargs))
+            inputs = described(before if before is not None else as_they_are((args, kwargs)))
             self._note(name, func, inputs, bad, args, kwargs, in_backward, mark)
         return result
 
@@ -226,7 +240,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         causes = tuple(self._writer(x, v) for x, v in inputs if v.bad)
         layer = (mark.layer if mark is not None else None) if in_backward else self.layer
-        line = (mark.line if mark is not None else "") if in_backward else _line()
+        line = (mark.line if mark is not None else "") if in_backward else self.line or _line()
         alone = None if causes or func._schema.is_mutable else _Alone(func, args, kwargs)
         made = Made(
             len(self.made),

@@ -74,13 +74,21 @@ def values_of(x: torch.Tensor) -> Values | None:
     )
 
 
-def described(tree: Any) -> list[tuple[torch.Tensor, Values]]:
-    found = []
-    for _, x in tensors_in(tree):
-        values = values_of(x)
-        if values is not None:
-            found.append((x, values))
-    return found
+Held = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with one that holds its values."""
+
+
+def as_they_are(tree: Any) -> Held:
+    return [(x, x) for _, x in tensors_in(tree)]
+
+
+def as_they_were(args: Any, kwargs: Any) -> Held:
+    """What a call reads, safe from what it writes: copies, as to describe each input of each call takes far longer."""
+    return [(x, x.detach().clone() if _dense(x) is not None else x) for _, x in tensors_in((args, kwargs))]
+
+
+def described(held: Held) -> list[tuple[torch.Tensor, Values]]:
+    return [(x, values) for x, kept in held if (values := values_of(kept)) is not None]
 
 
 def storage_of(x: torch.Tensor) -> Any:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 from .attribution import attribute, live_finding, outside
 from .attribution_capture import Call, Recorder
+from .attribution_ranks import common_finding
 from .attribution_replay import Replay
 from .attribution_trace import Source, Trace
 from .attribution_trees import tensors_in
@@ -60,7 +61,8 @@ class Guard:
         self.listeners: list[Callable[[Event], None]] = []
         self.recorder = Recorder(amp.model)
         self.finding: Finding | None = None
-        self._replay = Replay(amp.model, amp.planned)
+        self._ranks = amp._ranks
+        self._replay = Replay(amp.model, amp.planned, self._ranks)
         # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
         self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
         self._losses: deque[tuple[int, _Memory]] = deque()
@@ -85,15 +87,15 @@ class Guard:
             self._trace.__exit__(None, None, None)
         self.recorder.leave()
 
-    @contextlib.contextmanager
-    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+    def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Around the backward of one loss."""
         self._losses.append((self.step, _Memory(loss)))
         self._last_loss = loss
-        if self._trace is None:
-            yield
-            return
-        with self._trace, torch.autograd.set_multithreading_enabled(False):
+        return contextlib.nullcontext() if self._trace is None else self._traced_backward(self._trace)
+
+    @contextlib.contextmanager
+    def _traced_backward(self, trace: Trace) -> Iterator[None]:
+        with trace, torch.autograd.set_multithreading_enabled(False):
             yield
 
     def _traced(self) -> Trace:
@@ -140,7 +142,7 @@ class Guard:
 
     def _try_without(self, one: Raised, remedy: Remedy) -> None:
         calls = [c for c in self.recorder.used() if not c.overwritten]
-        if not calls:
+        if not self._alike(len(calls)) or not calls:
             return
         remedy.apply(tuple(r for r in self.state.raised if r.key != one.key))
         well = False
@@ -192,6 +194,8 @@ class Guard:
         """
         self._heal()
         finite = all(bool(loss.tensor().isfinite().all()) for _, loss in self._losses)
+        if self._ranks is not None:
+            finite = self._ranks.all(finite)
         if not guard.worth_a_look(self.state, finite, scale, bool(scales), self.config):
             self.state = guard.ordinary(self.state)
             self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
@@ -207,7 +211,7 @@ class Guard:
         useful = [s for s in scales if s >= self.config.warn_scale_below]
         found: tuple[Finding, Call | None] | None = None
         calls = self.recorder.used()
-        if not any(call.overwritten for call in calls):
+        if self._alike(-1 if any(call.overwritten for call in calls) else len(calls)):
             with self._harmless("looking for the layer that broke"):
                 found = attribute(
                     self._replay, calls, self.context, scale=scale, scales=useful, device_type=self.device_type
@@ -218,6 +222,8 @@ class Guard:
                 found = live_finding(root, scale, useful or scales), None
         if found is None:
             found = outside(losses, scale), None
+        if self._ranks is not None:
+            found = common_finding(self._ranks, found[0]), found[1]
         if found[0].kind is Kind.UNKNOWN and useful and finite:
             # What the loss sends back overflows while a lower scale is to be had: that is what the scale is for.
             found = replace(found[0], kind=Kind.SCALE, finite_scale=useful[0]), found[1]
@@ -256,9 +262,13 @@ class Guard:
         with self._harmless("raising a layer"):
             new = self._remedy.find(calls, before)
             prices = self._remedy.price(call, new, before) if new is not None else []
+        if self._ranks is not None and self._ranks.any(not prices):
+            prices = []
         if not new or not prices:
             self._remedy.apply(before)
             return False
+        if self._ranks is not None:  # times differ
+            prices = self._ranks.from_rank(0, prices)
         for one, price in zip(new, prices, strict=True):
             self.state = guard.raised(self.state, one.layer, one.ops, self.step, self.config)
             self._tell_raised(one, price, finding)
@@ -287,6 +297,11 @@ class Guard:
         self._tell("stop", message, **finding.to_dict())
         return NonFiniteError(message)
 
+    def _alike(self, calls: int) -> bool:
+        """Whether a step of so many calls (-1: they cannot be repeated) can be repeated on all ranks in step."""
+        counts = [calls] if self._ranks is None else self._ranks.gather(calls)
+        return calls >= 0 and counts.count(calls) == len(counts)
+
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
         """An error of a replay is told, and does not end the training that it should help."""
@@ -305,10 +320,13 @@ class Guard:
 
     def _heal(self) -> None:
         """Running statistics that a broken forward has turned into NaN would stay NaN: put back the last good ones."""
+        bad = [n for n, b in self.model.named_buffers() if n in self._buffers and not bool(b.isfinite().all())]
+        if self._ranks is not None:
+            bad = [name for names in self._ranks.gather(bad) for name in names]
         with torch.no_grad():
             for name, b in self.model.named_buffers():
                 kept = self._buffers.get(name)
-                if kept is not None and kept.shape == b.shape and not bool(b.isfinite().all()):
+                if name in bad and kept is not None and kept.shape == b.shape:
                     b.copy_(kept)
                     self._tell("heal", f"buffer {name} had become infinite or NaN and is as it was before", buffer=name)
 
