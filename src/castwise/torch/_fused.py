@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from ._casts import CastCache
+from ._eight_bit import BLOCK, EightBit, fits, is_eight_bit, zeros
 from ._noise import round_stochastic, upper_half
 from ._refresh import refreshed, to_refresh
 from ._remainders import KEPT_BESIDE, narrow, widen
+from ._steppable import has_step_hooks, is_dense_and_real
 from ._updates import UPDATES, Piece, State, Update, nothing
 from .weights import WideWeights
 
@@ -47,12 +48,17 @@ class _Weight:
 
     weight: torch.Tensor
     gradient: torch.Tensor
-    states: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor | EightBit]
     state: State
     low: torch.Tensor | None
     rest: torch.Tensor | None
     casts: list[torch.Tensor]
     first: bool
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What its state of the weight's shape is kept in; float32 where there is none."""
+        return next((s.dtype for s in self.states.values()), torch.float32)
 
     def part(self, start: int, stop: int) -> _Weight:
         """The same for some values of a flat one."""
@@ -72,7 +78,7 @@ class _Weight:
         return _Weight(
             _flat(self.weight),
             _flat(self.gradient),
-            {name: _flat(s) for name, s in self.states.items()},
+            {name: _flat(s) if isinstance(s, torch.Tensor) else s for name, s in self.states.items()},
             self.state,
             None if self.low is None else _flat(self.low),
             None if self.rest is None else _flat(self.rest),
@@ -88,8 +94,8 @@ class FusedStep:
         optimizer: its state stays where it is, under torch's names.
         wide: the 16-bit parameters among the optimizer's.
         cache: kept casts of float32 parameters, refreshed while their weights are in the processor's cache.
-        state_dtype: what state of the weights' shape is stored in. 16-bit state is rounded at random, with the right
-            mean, so that a second moment does not stall.
+        state_dtype: what state of the weights' shape is stored in; uint8 stands for `_eight_bit`. State in 16 and 8
+            bits is rounded at random, with the right mean, so that a second moment does not stall.
     """
 
     def __init__(
@@ -108,12 +114,12 @@ class FusedStep:
         if update is None:
             known = ", ".join(kind.__name__ for kind in UPDATES)
             return f"{type(self.optimizer).__name__} is not one of {known}"
-        if _has_step_hooks(self.optimizer):
+        if has_step_hooks(self.optimizer):
             return "it has step hooks, or a step of its own"
         if not all(update.supports(group) for group in self.optimizer.param_groups):
             return "a group asks for another implementation (foreach, capturable, differentiable, fused=False)"
         for p in self.wide.parameters():
-            if p.grad is not None and not _is_dense_and_real(p, p.grad):
+            if p.grad is not None and not is_dense_and_real(p, p.grad):
                 return f"a parameter of shape {tuple(p.shape)} or its gradient is sparse, complex, float64 or not dense"
         return ""
 
@@ -142,7 +148,7 @@ class FusedStep:
             weights = [w for p in group["params"] if (w := self._weight(p, group, update, stepped)) is not None]
             for w in weights:
                 update.count(w.state, found_inf)
-            for _, alike in groupby(weights, key=lambda w: (w.weight.device, w.first)):
+            for _, alike in groupby(weights, key=lambda w: (w.weight.device, w.first, w.state_dtype)):
                 for parts in islice(self._pieces(list(alike), update, divisor), self.pieces_at_most):
                     self._step_piece(update, parts, group, divisor, found_inf)
         # torch's fused updates write behind the version counter, by which kept casts know their age.
@@ -167,7 +173,7 @@ class FusedStep:
         first = any(state.get(name) is None for name in names)
         update.begin(own, state, group)
         for name in names:
-            state[name] = self._stored(state.get(name), own)
+            state[name] = self._stored(state.get(name), own, name not in update.positive)
         if gradient.stride() != own.stride():
             gradient = torch.empty_like(own, dtype=gradient.dtype).copy_(gradient)
         values = own.detach()
@@ -176,15 +182,21 @@ class FusedStep:
             weight = kept.wide.detach()
         casts = to_refresh(self.cache, own)
         low, rest = (None, None) if kept is None else (values, kept.rest)
-        found = _Weight(weight, gradient, {n: state[n] for n in names}, state, low, rest, casts, first)
+        states = {n: EightBit.of(state[n]) if is_eight_bit(state[n]) else state[n] for n in names}
+        found = _Weight(weight, gradient, states, state, low, rest, casts, first)
         return found.flat() if update.elementwise else found
 
-    def _stored(self, state: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def _stored(self, state: torch.Tensor | None, like: torch.Tensor, signed: bool) -> torch.Tensor:
         """State of a weight's shape, in the dtype and the order in memory that pieces need."""
+        dtype = self.state_dtype
+        if dtype is torch.uint8:
+            if fits(like):
+                return _in_eight_bits(state, like, signed)
+            dtype = torch.float32
         if state is None:
-            return torch.zeros_like(like, dtype=self.state_dtype, requires_grad=False)
-        if state.dtype is not self.state_dtype or state.stride() != like.stride():
-            return torch.empty_like(like, dtype=self.state_dtype, requires_grad=False).copy_(state)
+            return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        if state.dtype is not dtype or state.stride() != like.stride() or is_eight_bit(state):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(state)
         return state
 
     # ---- pieces ----
@@ -196,11 +208,14 @@ class FusedStep:
         elif not self._needs_room(weights, update, divisor):
             yield weights
         else:
-            yield from _cut(weights, _limit(weights[0].weight.device))
+            limit = _limit(weights[0].weight.device)
+            if weights[0].state_dtype is torch.uint8:  # whole blocks
+                limit = max(BLOCK, limit // BLOCK * BLOCK)
+            yield from _cut(weights, limit)
 
     def _needs_room(self, weights: list[_Weight], update: Update, divisor: float | torch.Tensor) -> bool:
         scaled = isinstance(divisor, torch.Tensor) or divisor != 1.0
-        if self.state_dtype is not torch.float32 or (scaled and not update.divides):
+        if weights[0].state_dtype is not torch.float32 or (scaled and not update.divides):
             return True
         return any(w.weight.dtype is not torch.float32 or w.gradient.dtype is not torch.float32 for w in weights)
 
@@ -214,16 +229,17 @@ class FusedStep:
     ) -> None:
         gradients, inside = self._gradients(parts, divisor, update.divides)
         wide, weights = self._weights(parts)
-        states = {name: [w.states[name] for w in parts] for name in parts[0].states}
         stored: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        if self.state_dtype is not torch.float32:
-            stored = {name: self._copies(name, tensors) for name, tensors in states.items()}
-        used = {name: stored[name][1] for name in states} if stored else states
+        if parts[0].state_dtype is not torch.float32:
+            stored = {name: self._read(name, parts) for name in parts[0].states}
+            used = {name: values for name, (_, values) in stored.items()}
+        else:
+            used = {name: [_tensor(w.states[name]) for w in parts] for name in parts[0].states}
         whole = [w.state for w in parts]
         update.run(Piece(weights, gradients, used, whole, group, inside, found_inf, parts[0].first))
         self._write(parts, wide, weights)
         for name, (memory, _) in stored.items():
-            self._write_low(memory, states[name], exact=name in update.nearest)
+            self._write_state(memory, [w.states[name] for w in parts], name in update.nearest)
 
     def _gradients(
         self, parts: Sequence[_Weight], divisor: float | torch.Tensor, divides: bool
@@ -273,6 +289,22 @@ class FusedStep:
         elif not exact:
             parts = tuple(round_stochastic(p, t.dtype, self.wide.noise) for t, p in zip(targets, parts, strict=True))
         torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
+
+    def _read(self, name: str, parts: Sequence[_Weight]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """State in float32, with the shapes of the weights."""
+        memory, room = self._room(name, [w.weight for w in parts])
+        for w, out in zip(parts, room, strict=True):
+            kept = w.states[name]
+            kept.read(out.view(-1)) if isinstance(kept, EightBit) else out.copy_(kept)
+        return memory, room
+
+    def _write_state(self, memory: torch.Tensor, targets: list[torch.Tensor | EightBit], exact: bool) -> None:
+        if not isinstance(targets[0], EightBit):
+            self._write_low(memory, [_tensor(t) for t in targets], exact)
+            return
+        for target, values in zip(targets, torch.split(memory, [t.numel() for t in targets]), strict=True):
+            assert isinstance(target, EightBit)
+            target.write(values, None if exact else self.wide.noise)
 
     def _copies(self, role: str, like: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         memory, room = self._room(role, like)
@@ -327,44 +359,21 @@ def _cut(weights: list[_Weight], limit: int) -> Iterator[list[_Weight]]:
         yield piece
 
 
+def _in_eight_bits(state: torch.Tensor | None, like: torch.Tensor, signed: bool) -> torch.Tensor:
+    if state is not None and is_eight_bit(state):
+        return state
+    made: torch.Tensor = zeros(like, signed)
+    if state is not None:
+        EightBit.of(made).write(state.to(torch.float32, copy=True).reshape(-1), None)
+    return made
+
+
+def _tensor(state: torch.Tensor | EightBit) -> torch.Tensor:
+    assert isinstance(state, torch.Tensor)
+    return state
+
+
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor in its order, as a vector."""
     x = x.detach()
     return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
-
-
-# ---- what can be stepped so ------------------------------------------------------------------------------------------
-
-
-def _has_step_hooks(optimizer: Any) -> bool:
-    own = optimizer.__dict__.get("step")  # schedulers put one there that only notes the call
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-        or (own is not None and not getattr(own, "_wrapped_by_lr_sched", False))
-    )
-
-
-def _is_dense_and_real(p: torch.Tensor, gradient: torch.Tensor) -> bool:
-    if gradient.layout is not torch.strided or p.dtype not in _STEPPED or gradient.dtype not in _STEPPED:
-        return False
-    if hasattr(p, "to_local"):
-        return False
-    return p.is_contiguous() or _fills_its_memory(p)
-
-
-def _fills_its_memory(p: torch.Tensor) -> bool:
-    """Whether the values of a tensor lie side by side, in whatever order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-_STEPPED = frozenset({torch.float32, torch.bfloat16, torch.float16})

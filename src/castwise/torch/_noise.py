@@ -40,8 +40,8 @@ class Noise:
 
     def bits(self, count: int, device: torch.device) -> torch.Tensor:
         """`count` numbers in [0, 2**16) as int32, to be used and overwritten before the next call."""
-        seeds = self._seeds_on(device)
-        places = seeds.numel()
+        seeds = self._seeds_on(device)[:count]
+        places = max(1, seeds.numel())
         rows = -(-count // places)
         room = self._room.get(device)
         if room is None or room.numel() < rows * places:

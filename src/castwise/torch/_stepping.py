@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from castwise.errors import PolicyError
 
 from ._casts import CastCache
+from ._eight_bit import load_torchao
 from ._fused import FusedStep
 from ._gradients import multiply, parameters_of, values_of
 from ._updates import UPDATES
@@ -23,8 +24,7 @@ from .weights import WideWeights
 log = logging.getLogger("castwise.torch.amp")
 
 #: How `Amp(optimizer_state=...)` is spelt.
-STATE_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_EIGHT_BIT = ("8bit", "int8", "fp8")
+STATE_FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 class Stepper:
@@ -34,7 +34,7 @@ class Stepper:
         optimizer: any torch optimizer.
         mode: how 16-bit parameters are kept; see `weights`.
         cache: kept casts of the parameters.
-        optimizer_state: "float32" or "bfloat16".
+        optimizer_state: "float32", "bfloat16", or "8bit", in torchao's tensors.
         narrow_gradients: whether gradients of 16-bit parameters stay in 16 bits.
 
     Raises:
@@ -116,11 +116,6 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def _state_dtype(name: str, optimizer: Optimizer) -> torch.dtype:
-    if name in _EIGHT_BIT:
-        raise PolicyError(
-            f"optimizer_state: {name!r} is what other libraries' optimizers keep by themselves. Give Amp one of "
-            "theirs, torchao.optim.AdamW8bit for example, and leave optimizer_state alone: weights are kept as here."
-        )
     dtype = STATE_FORMATS.get(name)
     if dtype is None:
         raise PolicyError(f"optimizer_state: {name!r} is not one of {', '.join(STATE_FORMATS)}")
@@ -129,4 +124,6 @@ def _state_dtype(name: str, optimizer: Optimizer) -> torch.dtype:
         raise PolicyError(
             f"optimizer_state: {type(optimizer).__name__} keeps its state by itself; {name} state is for {known}"
         )
+    if dtype is torch.uint8:
+        load_torchao()
     return dtype

@@ -51,7 +51,8 @@ class Update:
         names: of its state that has the weight's shape, for the options of a group.
         begin: makes what else the state of a parameter needs, once.
         count: called once per parameter and step, before its pieces are updated.
-        nearest: names of state that is rounded to nearest where it is kept in 16 bits; the rest is rounded at random.
+        nearest: names of state that is rounded to nearest where it is kept in fewer bits; the rest is at random.
+        positive: names of state that is never negative.
         elementwise: whether parts of a weight may be updated apart.
         divides: whether the update divides gradients by a divisor as it reads them.
         skips: whether `found_inf` on the device makes the update do nothing.
@@ -63,6 +64,7 @@ class Update:
     begin: Callable[[torch.Tensor, State, Options], None] = nothing
     count: Callable[[State, torch.Tensor | None], None] = field(default=lambda _state, _found_inf: None)
     nearest: frozenset[str] = frozenset()
+    positive: frozenset[str] = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     elementwise: bool = True
     divides: bool = False
     skips: bool = True
