@@ -16,6 +16,7 @@ def run(model: onnx.ModelProto, feed: dict[str, Any], *, optimize: bool = False)
     """Outputs and their types. ONNX Runtime 1.32 aborts the process on some valid fp32 models when it may optimize."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

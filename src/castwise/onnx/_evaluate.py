@@ -19,16 +19,17 @@ import onnx
 
 from castwise._graph_index import Floats
 from castwise._ranges import RangeRecord
-from castwise.catalogue import OpClass, load_catalogue
 from castwise.formats import FORMATS
 from castwise.onnx._apply import Applied, apply, narrow
 from castwise.onnx._capture import Captured
+from castwise.onnx._disturb import can_disturb, disturb
 from castwise.onnx._emulate import emulated
+from castwise.onnx._explain import is_random
 from castwise.onnx._measure import instrument
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Tree, Value, build_tree
-from castwise.onnx._unmix import can_twin, difference, twin
+from castwise.onnx._unmix import beside_twin, can_twin
 
 __all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
 
@@ -153,7 +154,7 @@ class Evaluator:
         for feed in self.samples:
             self.wanted.append(runner.run(feed))
         self.engine = runner.engine
-        if any(_is_random(node.op_type) for node in tree.nodes()):
+        if any(is_random(node.op_type) for node in tree.nodes()):
             again = next(iter(self.samples))
             once = compare(self.names, self.wanted[0], runner.run(again))
             self.random = frozenset(output.name for output in once.outputs if output.error > 0)
@@ -225,11 +226,11 @@ class Evaluator:
         return guilty
 
     def disturbed(self, paths: Collection[str], elem: int) -> tuple[list[str], Callable[[Floats], Floats]] | None:
-        """The model beside a twin in which the rounding of each of these tensors can be added by a dial.
+        """The model with the rounding error of each of these tensors added by a dial.
 
-        Returns the tensors, and a function from dials in their order to the outputs' difference, on the sample that was
-        worst in the last trial. None for a model that cannot be twinned. Raises RuntimeError where the twin does not
-        run. ``elem`` is the ONNX type that tensors are rounded to.
+        Returns the tensors that rounding changes, and a function from dials in their order to the outputs' difference,
+        on the sample that was worst in the last trial. None for a model of which that cannot be had. Raises
+        RuntimeError where it does not run. ``elem`` is the ONNX type that tensors are rounded to.
         """
         model = infer(emulated(self.skeleton))
         tree = build_tree(model, {name: (int(_FLOAT), ()) for name in self.weights})
@@ -238,17 +239,18 @@ class Evaluator:
         wanted = [value for value in tree.values() if value.path in paths and value.floating]
         if not wanted or not can_twin(tree, wanted):
             return None
-        twinned = twin(model, tree, wanted, elem)
-        runner = Runner(twinned.model, {name: self._wide(self.weights, name) for name in self.weights})
-        names = [twinned.dials[value] for value in wanted]
+        weights = {name: self._wide(self.weights, name) for name in self.weights}
         feed = next(itertools.islice(self.samples, self.worst, None))
+        if can_disturb(tree, wanted, weights):
+            changed, moved = disturb(model, wanted, elem, weights, feed)
+        else:
+            changed, moved = wanted, beside_twin(model, tree, wanted, elem, weights, feed)
 
         def run(dials: Floats) -> Floats:
             self.runs += 1
-            given = {name: np.array(dial, np.float32) for name, dial in zip(names, dials, strict=True)}
-            return difference(runner.run({**feed, **given}))
+            return moved(dials)
 
-        return [value.path for value in wanted], run
+        return [value.path for value in changed], run
 
     def _fed_to(self, applied: Applied, fmt: str) -> dict[str, Array]:
         fed = {name: self._rounded(old, fmt) for name, old in applied.narrowed.items()}
@@ -267,11 +269,6 @@ class Evaluator:
     def _wide(weights: Mapping[str, Array], name: str) -> Array:
         array = weights[name]
         return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else np.asarray(array)
-
-
-def _is_random(op_type: str) -> bool:
-    entry = load_catalogue().lookup("onnx", op_type)
-    return entry is not None and (entry.op_class is OpClass.RANDOM or entry.name == "dropout")
 
 
 def records(largest: Mapping[str, float], fmt: str) -> dict[str, RangeRecord]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from castwise.catalogue import load_catalogue
+from castwise.catalogue import OpClass, load_catalogue
 from castwise.onnx._source import Weights
 from castwise.plan import Plan
 
-__all__ = ["copied", "is_product", "named_in", "reason"]
+__all__ = ["copied", "is_product", "is_random", "named_in", "reason"]
 
 
 def named_in(message: str, plan: Plan) -> str | None:
@@ -34,6 +34,12 @@ def is_product(op_type: str) -> bool:
     """Whether an operator of ONNX is a matrix product or a convolution, in the catalogue's sense."""
     entry = load_catalogue().lookup("onnx", op_type)
     return entry is not None and entry.product
+
+
+def is_random(op_type: str) -> bool:
+    """Whether an operator of ONNX may draw numbers, so that two runs of it differ."""
+    entry = load_catalogue().lookup("onnx", op_type)
+    return entry is not None and (entry.op_class is OpClass.RANDOM or entry.name == "dropout")
 
 
 def copied(weights: Weights) -> Weights:

@@ -30,7 +30,7 @@ __all__ = ["Noise"]
 log = logging.getLogger("castwise.onnx")
 
 _MEASUREMENTS = 3
-_LEAST, _SHARE, _MOST = 8, 14, 32
+_LEAST, _SHARE, _MOST_SIGNED, _MOST_SINGLE = 8, 14, 12, 32
 """Of the runs of a measurement with all signs, and with single tensors: one for so many tensors, within these bounds;
 half as many where it is not the first."""
 _RUNS = 40
@@ -57,9 +57,10 @@ class Noise:
     _paths: list[str] | None = None
     _run: Callable[[Floats], Floats] | None = None
 
-    def measure(self, plan: Plan) -> tuple[Risks, str]:
+    def measure(self, plan: Plan, allowed: float = 0.0) -> tuple[Risks, str]:
         """Risks with the noise of all that ``plan`` rounds, and what was done, in words.
 
+        ``allowed`` is the share of that noise that may stay: what makes so little of it is not told apart.
         Call it first with the plan that rounds the most. Raises RuntimeError where the model does not run.
         """
         before, paths = self.evaluator.runs, self._rounded(plan)
@@ -69,19 +70,20 @@ class Noise:
                 found = self.evaluator.disturbed(paths, self.captured.low)
                 if found is not None:
                     self._paths, self._run = found
-                    self._add(paths)
+                    self._add(paths, allowed)
             except RuntimeError as error:
                 log.info("single tensors cannot be measured: %s", " ".join(str(error).split())[:200])
                 self._run = None
         elif self._run is not None:
-            self._add(paths)
+            self._add(paths, allowed)
         if self._run is None:
             self.can_refine = False
             return self._by_groups(plan)
         total = np.array([self._amounts.get(tensor.name, 0.0) for tensor in self.captured.graph.tensors])
-        return self._risks(total), f"measured {len(paths)} tensors' noise in {self.evaluator.runs - before} runs"
+        count = sum(path in paths for path in self._paths)
+        return self._risks(total), f"measured {count} tensors' noise in {self.evaluator.runs - before} runs"
 
-    def _add(self, paths: set[str]) -> None:
+    def _add(self, paths: set[str], allowed: float) -> None:
         assert self._paths is not None and self._run is not None
         run, dials = self._run, np.zeros(len(self._paths))
         places = [i for i, path in enumerate(self._paths) if path in paths]
@@ -90,15 +92,17 @@ class Noise:
             dials[places] = values
             return run(dials)
 
-        count = min(_MOST, max(_LEAST, len(places) // _SHARE)) // (2 if self._times else 1)
-        amounts, alone = contributions(some, len(places), count, count)
+        count, fewer = max(_LEAST, len(places) // _SHARE), 2 if self._times else 1
+        signed, single = min(_MOST_SIGNED, count) // fewer, min(_MOST_SINGLE, count) // fewer
+        amounts, alone = contributions(some, len(places), signed, single, allowed)
         for place, amount, seen_alone in zip(places, amounts, alone, strict=True):
             path = self._paths[place]
             if seen_alone or path not in self._alone:
                 self._amounts[path] = float(amount)
             if seen_alone:
                 self._alone.add(path)
-        self.can_refine = not all(path in self._alone for path in paths) and self._times + 1 < _MEASUREMENTS
+        known = all(self._paths[place] in self._alone for place in places)
+        self.can_refine = not known and self._times + 1 < _MEASUREMENTS
         self._times += 1
 
     def _risks(self, total: Floats) -> Risks:

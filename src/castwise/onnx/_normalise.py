@@ -25,6 +25,13 @@ log = logging.getLogger("castwise.onnx")
 
 def normalise(model: onnx.ModelProto, name: str, notes: list[str]) -> onnx.ModelProto:
     """A valid, sorted model without local functions. Raises ConversionError where the given one is not valid."""
+    newest = onnx.defs.onnx_opset_version()
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx") and not 1 <= entry.version <= newest:
+            raise ConversionError(
+                f"{name} asks for opset {entry.version}; onnx {onnx.__version__} knows opsets 1 to {newest}. Update "
+                "onnx, or export the model in one of these."
+            )
     if _unsorted(model.graph):
         sort_nodes(model.graph, name)
         notes.append("nodes were put in topological order")

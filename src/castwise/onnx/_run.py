@@ -48,6 +48,8 @@ class Runner:
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.log_severity_level = 4
             options.enable_mem_pattern = False
+            # Its threads wait by spinning otherwise, which takes a core from whatever else runs.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             try:
                 self._session = runtime.InferenceSession(
                     model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -165,10 +165,11 @@ class Search:
         """The cheapest plan found that keeps the tolerance: by less noise until one does, then by as much as goes."""
         assert self.evaluator is not None and self.outcome is not None
         noise = Noise(self.evaluator, self.captured)
-        risks = self._measured(noise, plan)
+        share = self._missed(self.outcome.error) * _SAFETY
+        risks = self._measured(noise, plan, share)
         kept: tuple[float, Plan, Outcome] | None = None
         failed = self._predicted(risks)
-        budget = failed * self._missed(self.outcome.error) * _SAFETY
+        budget = failed * share
         for _ in range(_MOST_TRIALS):
             try:
                 tried = self._solve(risks, budget)
@@ -186,10 +187,11 @@ class Search:
                     break
                 budget = math.sqrt(failed * kept[0])
                 continue
+            share = self._missed(self.outcome.error) * _SAFETY
             if noise.can_refine:  # what is still rounded is louder than it seemed
-                risks = self._measured(noise, tried)
+                risks = self._measured(noise, tried, share)
                 failed = replace(tried.problem, risks=risks).score(tried.labels).noise
-            budget = failed * self._missed(self.outcome.error) * _SAFETY
+            budget = failed * share
             if not budget:
                 break
         if kept is None:
@@ -197,8 +199,8 @@ class Search:
         self.outcome = kept[2]
         return kept[1]
 
-    def _measured(self, noise: Noise, plan: Plan) -> Risks:
-        risks, what = noise.measure(plan)
+    def _measured(self, noise: Noise, plan: Plan, allowed: float) -> Risks:
+        risks, what = noise.measure(plan, allowed)
         self.steps.append(Step(what, int((~plan.labels).sum())))
         return replace(risks, ranges=self._risks().ranges, measured=self.calibrated)
 

@@ -115,6 +115,7 @@ def _parse(data: bytes, name: str) -> onnx.ModelProto:
 
 def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     """Take the large initializers out of a model."""
+    _check_names(model, name)
     weights, notes = Weights(), list[str]()
     kept = onnx.GraphProto()
     order: list[str] = []
@@ -145,6 +146,17 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     return Source(skeleton, weights, tuple(order), frozenset(inputs & set(weights)), size, name, notes)
 
 
+def _check_names(model: onnx.ModelProto, name: str) -> None:
+    """Raise ConversionError where a name is no text: protocol buffers read such names and do not write them."""
+    graphs = [model.graph, *subgraphs(model.graph), *(inner for f in model.functions for inner in subgraphs(f))]
+    nodes = [node for graph in (*graphs, *model.functions) for node in graph.node]
+    names = [text for node in nodes for text in (node.name, node.op_type, *node.input, *node.output)]
+    names += [item.name for graph in graphs for item in (*graph.input, *graph.output, *graph.initializer)]
+    odd = next((text for text in names if not isinstance(text, str)), None)
+    if odd is not None:
+        raise ConversionError(f"{name}: the name {odd!r} is no UTF-8 text. Export the model again, or copy it again.")
+
+
 def _without_initializers(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy that never copies an initializer's bytes."""
     copy = onnx.ModelProto()
@@ -166,7 +178,7 @@ def _assign(message: Any, name: str, value: Any) -> None:
         setattr(message, name, value)
 
 
-def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+def subgraphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto]:
     """All graphs nested in ``graph``, outer ones first."""
     for node in graph.node:
         for attribute in node.attribute:
@@ -213,7 +225,13 @@ def _external(tensor: onnx.TensorProto, folder: Path | None, name: str) -> Calla
     if not path.is_relative_to(root):
         raise ConversionError(f"{name}: {tensor.name!r} lies outside of the model's folder ({path}). Move it there.")
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
-    offset, wanted = int(entry.get("offset", 0)), tensor_bytes(tensor)
+    wanted = tensor_bytes(tensor)
+    offset, length = (_whole(entry, key, default, tensor, name) for key, default in (("offset", 0), ("length", wanted)))
+    if length != wanted:
+        raise ConversionError(
+            f"{name}: {tensor.name!r} has {length} bytes in {path.name}, its shape and type take {wanted}. Export the "
+            "model again, or copy it again."
+        )
     if not path.is_file() or path.stat().st_size < offset + wanted:
         raise ConversionError(
             f"{name}: {tensor.name!r} should be {wanted} bytes at {offset} of {path.name}, which are not there. Copy "
@@ -223,6 +241,17 @@ def _external(tensor: onnx.TensorProto, folder: Path | None, name: str) -> Calla
     if not wanted:
         return lambda: np.zeros(shape, dtype)
     return lambda: np.memmap(path, dtype, "r", offset, shape)
+
+
+def _whole(entry: Mapping[str, str], key: str, default: int, tensor: onnx.TensorProto, name: str) -> int:
+    """A number of bytes that a tensor's entry says, or the default where it does not."""
+    text = entry.get(key, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise ConversionError(
+            f"{name}: the {key} of {tensor.name!r} in its external file is {text!r}, which is no number of bytes. "
+            "Export the model again."
+        )
+    return int(text)
 
 
 def _dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:

@@ -21,9 +21,11 @@ import onnx
 from onnx import helper
 
 from castwise._graph_index import Bools, Floats
+from castwise.onnx._run import Runner
+from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Node, Scope, Tree, Value
 
-__all__ = ["Twin", "can_twin", "contributions", "difference", "twin"]
+__all__ = ["beside_twin", "can_twin", "contributions", "difference"]
 
 _FLOAT = onnx.TensorProto.FLOAT
 _BROADCASTS = 7
@@ -35,7 +37,7 @@ _MOST_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Twin:
+class _Twin:
     """A model with every output twice, first those of fp32, and one scalar input per tensor that can be disturbed."""
 
     model: onnx.ModelProto
@@ -59,11 +61,32 @@ def _in_branches(tree: Tree, scope: Scope) -> bool:
     return True
 
 
-def twin(model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], elem: int) -> Twin:
-    """Put a twin beside ``model``, whose scope tree is ``tree`` and whose nodes are named as in it.
+def beside_twin(
+    model: onnx.ModelProto,
+    tree: Tree,
+    wanted: Sequence[Value],
+    elem: int,
+    weights: Mapping[str, Array],
+    feed: Feed,
+) -> Callable[[Floats], Floats]:
+    """A function from dials, in the order of ``wanted``, to the difference of the outputs.
 
-    ``elem`` is the ONNX element type that tensors are rounded to. Raises KeyError where :func:`can_twin` says no.
+    ``model`` is an fp32 model, ``tree`` its scope tree, in which nodes are named as there, and ``elem`` the ONNX type
+    that tensors are rounded to. Raises KeyError where :func:`can_twin` says no, RuntimeError where it does not run.
     """
+    twinned = _twin(model, tree, wanted, elem)
+    runner = Runner(twinned.model, weights)
+    names = [twinned.dials[value] for value in wanted]
+
+    def run(dials: Floats) -> Floats:
+        given = {name: np.array(dial, np.float32) for name, dial in zip(names, dials, strict=True)}
+        return difference(runner.run({**feed, **given}))
+
+    return run
+
+
+def _twin(model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], elem: int) -> _Twin:
+    """Put a twin beside ``model``."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     work = _Twinning(set(wanted), elem, set(tree.names))
@@ -79,7 +102,7 @@ def twin(model: onnx.ModelProto, tree: Tree, wanted: Collection[Value], elem: in
         info.CopyFrom(next(item for item in copy.graph.output if item.name == own))
         info.name = other
         copy.graph.output.append(info)
-    return Twin(copy, dict(work.dials))
+    return _Twin(copy, dict(work.dials))
 
 
 @dataclass
@@ -217,7 +240,9 @@ def difference(results: Sequence[Any]) -> Floats:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def contributions(run: Callable[[Floats], Floats], count: int, signed: int, single: int) -> tuple[Floats, Bools]:
+def contributions(
+    run: Callable[[Floats], Floats], count: int, signed: int, single: int, allowed: float = 0.0
+) -> tuple[Floats, Bools]:
     """[count] the noise of each tensor, that is what it adds to the square of the outputs' difference; and whether it
     was seen alone, so that it is no estimate.
 
@@ -227,6 +252,8 @@ def contributions(run: Callable[[Floats], Floats], count: int, signed: int, sing
         signed: runs with all tensors disturbed at once.
         single: runs with one tensor disturbed, for those that seem to add most. What they add is then known, and is
             taken out of the signed runs, so that the others are seen better.
+        allowed: the share of the noise that may stay. No more single runs are made once what was not seen alone is
+            half of that: all that has to go is known then.
 
     Raises RuntimeError where a difference is not finite.
     """
@@ -235,12 +262,13 @@ def contributions(run: Callable[[Floats], Floats], count: int, signed: int, sing
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (signed, count))
     seen = np.stack([run(row) for row in signs])
     known: dict[int, float] = {}
+    enough = 0.5 * allowed * float((seen**2).sum()) / len(seen)
     while True:
-        _square(seen)
+        rest = _square(seen) / len(seen)
         alone = np.zeros(count, bool)
         alone[list(known)] = True
         amounts = _unmixed(signs, seen @ seen.T, ~alone)
-        if len(known) >= single:
+        if len(known) >= single or rest <= enough:
             amounts[list(known)] = list(known.values())
             return amounts, alone
         for i in np.argsort(-amounts, kind="stable")[: min(_AT_ONCE, -(-single // 4), single - len(known))].tolist():
