@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnx
 import pytest
@@ -10,7 +12,8 @@ from onnx import helper as H
 from onnx import numpy_helper as N
 
 import castwise.cli
-from castwise.onnx import TARGETS, _targets, convert, verify
+from castwise.onnx import TARGETS, ConversionError, _targets, convert, verify
+from castwise.onnx._stamp import STAMP
 
 vi = H.make_tensor_value_info
 FEED = {"x": np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)}
@@ -111,6 +114,63 @@ def test_a_changed_model_is_noticed_when_it_is_verified():
     assert not verify(done.model, source, calibration=FEED).ok
 
 
+def _with_record(model, change):
+    """A copy of a converted model with another record of how it was made, as if it came from another machine."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    entry = next(entry for entry in copy.metadata_props if entry.key == STAMP)
+    record = json.loads(entry.value)
+    change(record)
+    entry.value = json.dumps(record)
+    return copy
+
+
+def test_a_model_from_a_machine_with_other_versions_is_checked_and_told_what_differs():
+    source = _model()
+    made = convert(source, calibration=FEED, tolerance=1e-2).model
+    here = verify(made, source, calibration=FEED)
+    assert here.ok and not here.differences
+    assert here.fingerprint["onnx version"] == onnx.__version__ and here.fingerprint["castwise version"]
+
+    def older(record):
+        record["fingerprint"] |= {"onnx version": "1.2.3", "castwise version": "0.0.1"}
+        del record["fingerprint"]["onnxruntime version"]
+
+    elsewhere = verify(_with_record(made, older), source, calibration=FEED)
+    assert elsewhere.ok and elsewhere.error == here.error and len(elsewhere.differences) == 3
+    assert f"converted with onnx 1.2.3, checked with onnx {onnx.__version__}" in elsewhere.differences
+    assert any("with no onnxruntime, checked with onnxruntime" in text for text in elsewhere.differences)
+    assert elsewhere.fingerprint["castwise version"] == "0.0.1"
+
+
+def test_a_model_that_was_made_from_another_one_is_told_apart():
+    source, other = _model(), _model()
+    other.graph.node[0].name = "other"
+    made = convert(source, calibration=FEED).model
+    assert any("from another model" in text for text in verify(made, other, calibration=FEED).differences)
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"fingerprint": 1, "settings": {}}'])
+def test_a_record_that_cannot_be_read_is_no_reason_not_to_check(record):
+    source = _model()
+    made = convert(source, calibration=FEED).model
+    next(entry for entry in made.metadata_props if entry.key == STAMP).value = record
+    found = verify(made, source, calibration=FEED)
+    assert found.ok and not found.fingerprint and any("cannot be read" in text for text in found.differences)
+
+
+def test_a_model_that_runs_on_another_target_than_it_was_made_for_is_told_what_that_one_lacks():
+    source = _model()
+    made = convert(source, calibration=FEED, target="onnxruntime-cuda").model
+    assert verify(made, source, calibration=FEED).fingerprint["target"] == "onnxruntime-cuda"
+    assert not verify(made, source, calibration=FEED, target="onnxruntime-cuda").differences
+    moved = verify(made, source, calibration=FEED, target="tensorrt")
+    assert moved.ok and "converted for onnxruntime-cuda, checked for tensorrt" in moved.differences
+    assert any("tensorrt has no fp16 kernel of Compress, which 1 of the nodes are" in t for t in moved.differences)
+    with pytest.raises(ConversionError, match="tensorrt"):
+        verify(made, source, calibration=FEED, target="tensorr")
+
+
 def test_the_command_line_converts_reports_and_verifies(tmp_path, capsys):
     source, target, data = tmp_path / "in.onnx", tmp_path / "out.onnx", tmp_path / "x.npz"
     onnx.save(_model(), source)
@@ -121,7 +181,9 @@ def test_the_command_line_converts_reports_and_verifies(tmp_path, capsys):
     assert "1 of 1 products" in capsys.readouterr().out and report.exists()
     onnx.checker.check_model(str(target), full_check=True)
     check = ["verify", str(target), "--against", str(source), "--calibrate", str(data)]
-    assert castwise.cli.main(check) == 0
+    assert castwise.cli.main([*check, "--target", "tensorrt"]) == 0
+    out = capsys.readouterr().out
+    assert f"onnx version {onnx.__version__}" in out and "converted for no target, checked for tensorrt" in out
     assert castwise.cli.main([*check, "--tolerance", "1e-9"]) == 1
     assert "NOT kept" in capsys.readouterr().out
 

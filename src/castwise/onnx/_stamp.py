@@ -8,10 +8,26 @@ from collections.abc import Mapping
 
 import onnx
 
-__all__ = ["STAMP", "digest", "is_unchanged", "stamp"]
+from castwise import __version__
+from castwise.onnx._run import onnxruntime
+
+__all__ = ["STAMP", "VERSION", "digest", "is_unchanged", "stamp", "versions"]
 
 STAMP = "castwise.conversion"
 """Key of the record among a model's metadata properties."""
+
+
+VERSION = " version"
+"""What the keys of versions in a fingerprint end with."""
+
+
+def versions() -> dict[str, str]:
+    """The versions of what plans and measures here, as they stand in a fingerprint."""
+    runtime = onnxruntime()
+    found = {"castwise": __version__, "onnx": onnx.__version__}
+    if runtime is not None:
+        found["onnxruntime"] = str(runtime.__version__)
+    return {f"{name}{VERSION}": version for name, version in found.items()}
 
 
 def digest(skeleton: onnx.ModelProto) -> str:

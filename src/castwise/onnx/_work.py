@@ -33,7 +33,7 @@ from castwise.onnx._samples import Feed, Samples, made_up
 from castwise.onnx._scopes import Tree, build_tree
 from castwise.onnx._search import Search, fewest_wide
 from castwise.onnx._source import Source
-from castwise.onnx._stamp import digest, stamp
+from castwise.onnx._stamp import digest, stamp, versions
 from castwise.plan import Plan
 from castwise.policy import Policy
 
@@ -303,8 +303,7 @@ class Work:
     def _fingerprint(self, plan: Plan) -> dict[str, str]:
         """What the plan was made for and with."""
         return {
-            **{f"{name} version": version for name, version in plan.versions.items()},
-            "onnx": onnx.__version__,
+            **versions(),
             "plan": plan.problem.graph.digest,
             "source": self.origin,
             "target": self.target.name if self.target else "",

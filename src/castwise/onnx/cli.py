@@ -70,13 +70,17 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="largest error of an output (default: what it was converted for)"
     )
+    parser.add_argument("--target", choices=TARGETS, help="the runtime here, if it is not what the model was made for")
 
 
 def main_verify(args: argparse.Namespace) -> int:
     """Compare a converted model with its original. Exit status 1 where the tolerance is not kept."""
-    found = verify(args.model, args.against, calibration=args.calibrate, tolerance=args.tolerance)
+    found = verify(args.model, args.against, calibration=args.calibrate, tolerance=args.tolerance, target=args.target)
     for output in found.outputs:
         print(f"{output.name}: error {output.error:.3g} (absolute {output.absolute:.3g}, of {output.largest:.4g})")
+    if found.fingerprint:
+        made = ", ".join(f"{key} {value}" for key, value in sorted(found.fingerprint.items()) if value)
+        print(f"made with: {made}")
     for difference in found.differences:
         print(f"note: {difference}")
     if not found.calibrated:
