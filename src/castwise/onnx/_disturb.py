@@ -20,6 +20,7 @@ from castwise.onnx._explain import is_random
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Tree, Value
+from castwise.onnx._source import Weights
 from castwise.onnx._unmix import can_twin, difference
 
 __all__ = ["MOST_BYTES", "can_disturb", "disturb"]
@@ -29,11 +30,11 @@ MOST_BYTES = 1 << 30
 """Of weights whose errors are kept."""
 
 
-def can_disturb(tree: Tree, wanted: Collection[Value], weights: Mapping[str, Array]) -> bool:
+def can_disturb(tree: Tree, wanted: Collection[Value], weights: Weights) -> bool:
     """Whether errors can be computed once for all runs: not where a branch may be taken or a number be drawn anew."""
     if any(value.scope.parent is not None for value in wanted) or not can_twin(tree, wanted):
         return False
-    stored = sum(weights[value.name].nbytes for value in wanted if value.name in weights)
+    stored = sum(weights.size(value.name) for value in wanted if value.name in weights)
     return stored <= MOST_BYTES and not any(node.op_type == "If" or is_random(node.op_type) for node in tree.nodes())
 
 

@@ -8,7 +8,7 @@ model rounds. What a node sums inside is summed in fp32, as the units for 16-bit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import onnx
@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from castwise.catalogue import OpClass, load_catalogue
 from castwise.onnx._source import tensor_array
 
-__all__ = ["emulated", "is_narrow"]
+__all__ = ["emulated", "is_narrow", "round_inputs"]
 
 _FLOAT = onnx.TensorProto.FLOAT
 _NARROW = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -40,6 +40,21 @@ def emulated(model: onnx.ModelProto) -> onnx.ModelProto:
     names = {name for graph in _all_graphs(copy.graph) for node in graph.node for name in node.output}
     _Emulation(names).graph(copy.graph, {})
     return copy
+
+
+def round_inputs(model: onnx.ModelProto, names: Collection[str], elem: int) -> dict[str, str]:
+    """Let an fp32 model round some of its inputs to a 16-bit type itself, in place. Returns their new names by old."""
+    taken = {name for graph in _all_graphs(model.graph) for node in graph.node for name in (*node.input, *node.output)}
+    work, renamed, first = _Emulation(taken | {info.name for info in model.graph.input}), dict[str, str](), []
+    for info in model.graph.input:
+        if info.name in names:
+            renamed[info.name] = work.fresh(f"{info.name}_unrounded")
+            first += work.rounding(renamed[info.name], info.name, elem)
+            info.name = renamed[info.name]
+    nodes = [*first, *(onnx.NodeProto.FromString(node.SerializeToString()) for node in model.graph.node)]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return renamed
 
 
 def _all_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -88,13 +103,13 @@ class _Emulation:
         for index, name in enumerate(node.output):
             elem = types.get(name, 0)
             if elem in _NARROW and not exact:
-                raw = self._fresh(f"{name}_unrounded")
+                raw = self.fresh(f"{name}_unrounded")
                 node.output[index] = raw
-                made += self._rounding(raw, name, elem)
+                made += self.rounding(raw, name, elem)
         return made
 
-    def _rounding(self, source: str, target: str, elem: int) -> list[onnx.NodeProto]:
-        middle = self._fresh(f"{target}_rounded")
+    def rounding(self, source: str, target: str, elem: int) -> list[onnx.NodeProto]:
+        middle = self.fresh(f"{target}_rounded")
         return [
             helper.make_node("Cast", [source], [middle], f"{middle}_down", to=elem),
             helper.make_node("Cast", [middle], [target], f"{middle}_up", to=_FLOAT),
@@ -111,7 +126,7 @@ class _Emulation:
             wide = np.asarray(tensor_array(attribute.t), np.float32)
             attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))
 
-    def _fresh(self, name: str) -> str:
+    def fresh(self, name: str) -> str:
         base, count = name, 1
         while name in self._names:
             name, count = f"{base}_{count}", count + 1

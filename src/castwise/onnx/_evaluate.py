@@ -23,12 +23,14 @@ from castwise.formats import FORMATS
 from castwise.onnx._apply import Applied, apply, narrow
 from castwise.onnx._capture import Captured
 from castwise.onnx._disturb import can_disturb, disturb
-from castwise.onnx._emulate import emulated
+from castwise.onnx._emulate import emulated, round_inputs
 from castwise.onnx._explain import is_random
 from castwise.onnx._measure import instrument
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
 from castwise.onnx._scopes import Tree, Value, build_tree
+from castwise.onnx._slots import ELEMENT
+from castwise.onnx._source import Weights
 from castwise.onnx._unmix import beside_twin, can_twin
 
 __all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
@@ -36,6 +38,8 @@ __all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
 log = logging.getLogger("castwise.onnx")
 
 _FLOAT = onnx.TensorProto.FLOAT
+_MOST_KEPT = 1 << 30
+"""Bytes of weights of which rounded copies are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class Evaluator:
 
     reference: onnx.ModelProto
     skeleton: onnx.ModelProto
-    weights: Mapping[str, Array]
+    weights: Weights
     original: Mapping[str, Array]
     """The weights of the reference, where some were changed for the plans."""
     samples: list[Feed] | Any
@@ -191,7 +195,7 @@ class Evaluator:
         return self.try_model(apply(captured, self.skeleton, labels), captured.fmt)
 
     def try_model(self, applied: Applied, fmt: str) -> Outcome:
-        runner = Runner(emulated(infer(applied.model)), self._fed_to(applied, fmt))
+        runner = Runner(*self._emulation(applied, fmt))
         total: Outcome | None = None
         for number, feed in enumerate(self.samples):
             outcome = compare(self.names, self.wanted[number], runner.run(feed), self.random)
@@ -205,12 +209,13 @@ class Evaluator:
     def first_not_finite(self, captured: Captured, labels: Mapping[str, bool], usual: Mapping[str, float]) -> list[str]:
         """Nodes whose results are not finite under a plan though all they read is, and though they are in fp32."""
         applied = apply(captured, self.skeleton, labels)
-        model = infer(emulated(infer(applied.model)))
-        tree = build_tree(model, dict.fromkeys(self._fed_to(applied, captured.fmt), (1, ())))
+        model, weights = self._emulation(applied, captured.fmt)
+        model = infer(model)
+        tree = build_tree(model, dict.fromkeys(weights, (int(_FLOAT), ())))
         for node in tree.nodes():
             node.proto.name = node.id
         values = {value for value in tree.values() if value.floating and not value.constant}
-        seen = self._maxima(model, tree, values, self._fed_to(applied, captured.fmt), finite_only=False)
+        seen = self._maxima(model, tree, values, weights, finite_only=False)
         guilty = []
         for node in tree.nodes():
             if node.op_type == "Cast" and node.id.endswith(("_down", "_up")):
@@ -241,7 +246,7 @@ class Evaluator:
             return None
         weights = {name: self._wide(self.weights, name) for name in self.weights}
         feed = next(itertools.islice(self.samples, self.worst, None))
-        if can_disturb(tree, wanted, weights):
+        if can_disturb(tree, wanted, self.weights):
             changed, moved = disturb(model, wanted, elem, weights, feed)
         else:
             changed, moved = wanted, beside_twin(model, tree, wanted, elem, weights, feed)
@@ -252,12 +257,17 @@ class Evaluator:
 
         return [value.path for value in changed], run
 
-    def _fed_to(self, applied: Applied, fmt: str) -> dict[str, Array]:
-        fed = {name: self._rounded(old, fmt) for name, old in applied.narrowed.items()}
-        for name in self.weights:
-            if name in applied.kept and name not in fed:
-                fed[name] = self._wide(self.weights, name)
-        return fed
+    def _emulation(self, applied: Applied, fmt: str) -> tuple[onnx.ModelProto, dict[str, Array]]:
+        """A written model as one that runs in fp32, and its weights.
+
+        Rounded weights are kept for the next trial; where they are many, the model rounds each when it needs it.
+        """
+        model = emulated(infer(applied.model))
+        fed = {name: self._wide(self.weights, name) for name in self.weights if name in applied.kept}
+        if sum(self.weights.size(name) for name in applied.narrowed.values()) <= _MOST_KEPT:
+            return model, fed | {name: self._rounded(old, fmt) for name, old in applied.narrowed.items()}
+        renamed = round_inputs(model, applied.narrowed, int(ELEMENT[fmt]))
+        return model, fed | {renamed[name]: self._wide(self.weights, old) for name, old in applied.narrowed.items()}
 
     def _rounded(self, name: str, fmt: str) -> Array:
         key = (name, fmt)

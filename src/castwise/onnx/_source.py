@@ -8,6 +8,7 @@ together. Weights in external files are mapped, not read, until somebody needs t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,11 @@ class Weights(Mapping[str, Array]):
     def put(self, tensor: onnx.TensorProto, load: Callable[[], Array]) -> None:
         self._load[tensor.name] = load
         self.types[tensor.name] = (tensor.data_type, tuple(tensor.dims))
+
+    def size(self, name: str) -> int:
+        """Bytes of an array, which is not loaded for that."""
+        elem, shape = self.types[name]
+        return math.prod(shape) * int(onnx.helper.tensor_dtype_to_np_dtype(elem).itemsize)
 
     def update(self, other: Weights) -> None:
         """Add the arrays of another store, without reading them."""
