@@ -109,6 +109,7 @@ class Finding:
         scale: the loss scale of the step.
         finite_scale: the largest power-of-two fraction of it that is finite, where that was looked for.
         underflow: whether the operation was undone by a value too small for its format.
+        constant: a finite constant that the operation made infinite, with the sign of the infinity; 0 where none was.
     """
 
     kind: Kind
@@ -122,6 +123,7 @@ class Finding:
     scale: float = 1.0
     finite_scale: float | None = None
     underflow: bool = False
+    constant: float = 0.0
 
     def __str__(self) -> str:
         home = "the loss, outside of the model" if self.phase == "loss" else self.layer or "the model itself"

@@ -91,11 +91,30 @@ def test_clipping_leaves_small_gradients_alone(path: str) -> None:
     assert result.stepped and model.weight.item() == 0.75
 
 
-@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan")])
-def test_an_impossible_clip_norm_is_named(clip: float) -> None:
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), "1", True, [1.0], torch.ones(2)])
+def test_an_impossible_clip_norm_is_named(clip: Any) -> None:
     model = linear()
-    with pytest.raises(PolicyError, match="clip_norm"):
+    with pytest.raises(PolicyError, match=r"clip_norm.* or None"):
         take(Amp(model, sgd(model), "bfloat16"), clip_norm=clip)
+
+
+@pytest.mark.parametrize("method", ["step", "backward"])
+@pytest.mark.parametrize(
+    "loss,said",
+    [
+        (3.0, "loss is 3.0.*without .item()"),
+        ("3", "loss is '3'"),
+        ([torch.ones(())], "loss is"),
+        (torch.ones(3, requires_grad=True), r"loss has the shape \(3,\).*mean or sum"),
+        (torch.ones(()), "loss needs no gradient"),
+    ],
+)
+def test_what_is_no_loss_is_named_before_anything_is_touched(method: str, loss: Any, said: str) -> None:
+    model = linear()
+    amp = Amp(model, sgd(model), FP16)
+    with pytest.raises(PolicyError, match=f"Amp.{method}: {said}"):
+        getattr(amp, method)(loss)
+    assert take(amp).stepped, "the next step is a clean one"
 
 
 @pytest.mark.parametrize("policy", [FP16, "bfloat16", "float32"], ids=["fp16", "bf16", "fp32"])

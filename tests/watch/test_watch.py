@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import html
 import html.parser
 import json
 import math
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +113,85 @@ def test_the_terminal_shows_metrics_and_events_within_its_width(tmp_path: Path) 
     assert "train/loss" in text and "finding" in text and "raise" in text
     assert all(len(line) <= 60 for line in text.splitlines())
     assert "nothing" in terminal.render(Run())
+
+
+def large_run(layers: int = 200) -> Run:
+    """What a model of many layers logs, with paths as long as they get."""
+    run = Run()
+    names = [f"model.decoder.layers.{i}.self_attention.output_projection" for i in range(layers)]
+    for step in range(0, 50, 10):
+        of_layers = {f"grad_norm/{name}": float(i + step) for i, name in enumerate(names)}
+        run.add([{"step": step, "train/loss": 1.0 / (step + 1), "train/grad_norm": 1.0, **of_layers}])
+    return run
+
+
+def test_many_layers_are_told_by_their_largest_in_the_terminal_and_folded_on_the_page() -> None:
+    run = large_run()
+    text = terminal.render(run, width=72)
+    assert all(len(line) <= 72 for line in text.splitlines()) and len(text.splitlines()) < 12
+    assert "239" in text and "197 more" in text, "the largest newest value, and what is left out"
+    assert "grad_norm/…" in text and all(f"{i}.self_attention.output_projection" in text for i in (199, 198, 197))
+    page = html_page.render(run)
+    assert page.count("<figure>") == 2 and page.count("<details>") == 1 and "(200)" in page
+    assert len(page) < 100_000
+
+
+def test_trends_that_the_run_told_of_itself_are_not_told_twice() -> None:
+    run = Run()
+    run.add({"step": step, "train/loss": 2.0**step} for step in range(60))
+    assert [cause for cause, _ in run.advice()] == ["learning rate"]
+    run.add([Event(59, "advice", "lower it", {"cause": "learning rate"}).to_dict()])
+    assert run.advice() == []
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, log: Path, *between: Callable[[], object]) -> int:
+    """Follow a file that something happens to between two looks, until interrupted."""
+    happens = iter(between)
+
+    def sleep(_seconds: float) -> None:
+        do = next(happens, None)
+        if do is None:
+            raise KeyboardInterrupt
+        do()
+
+    monkeypatch.setattr("time.sleep", sleep)
+    return main(["watch", str(log), "--follow"])
+
+
+def test_a_run_is_followed_as_it_grows_from_before_it_begins_and_when_it_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    first, second, anew = (f'{{"step": {step}, "train/loss": 0.5}}\n' for step in (1234, 2345, 7))
+    contents = (first, first + second, anew)
+    follow(monkeypatch, log, *(functools.partial(log.write_text, text) for text in contents))
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith(("nothing", "step"))] == [
+        "nothing has been logged yet",
+        "step 1,234",
+        "step 2,345",
+        "step 7",
+    ]
+
+
+def test_the_page_fits_a_phone(tmp_path: Path) -> None:
+    """Nothing is wider than 390 pixels, in a browser that lays the page out."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium to lay the page out")
+    run = large_run(20)
+    run.add([Event(7, "finding", "range too small: " + "x" * 300, {"layer": "a" * 200}).to_dict()])
+    content = html_page.render(run).replace("<details>", "<details open>")
+    # In a frame, as browsers on a desk make no window this narrow.
+    page = tmp_path / "frame.html"
+    page.write_text(
+        f'<title></title><iframe width="390" height="800" srcdoc="{html.escape(content)}" onload="'
+        'document.title=this.contentDocument.documentElement.scrollWidth"></iframe>'
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", str(page)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    width = re.search(r"<title>(\d+)</title>", out)
+    assert width is not None and 300 < int(width[1]) <= 394, "390 pixels and the frame's border"
 
 
 class Checker(html.parser.HTMLParser):

@@ -14,11 +14,11 @@ from .autocast import autocast, is_autocast_enabled, refresh  # noqa: E402
 from .capture import CaptureError  # noqa: E402
 from .compare import compare  # noqa: E402
 from .functions import custom_bwd, custom_fwd  # noqa: E402
-from .guard_metrics import watch  # noqa: E402
 from .inference import compile, for_inference  # noqa: E402
 from .lion import Lion  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .scaler import GradScaler  # noqa: E402
+from .watcher import watch  # noqa: E402
 
 __all__ = [
     "Amp",

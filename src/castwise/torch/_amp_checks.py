@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from castwise.errors import PolicyError
@@ -44,3 +45,40 @@ def _check_objects(model: object, optimizer: object, scheduler: object) -> None:
         )
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise PolicyError(f"Amp: the scheduler is {scheduler!r}. Give a learning-rate scheduler, or None.")
+
+
+def check_loss(loss: object, method: str) -> None:
+    """Raise `PolicyError` where what is to be differentiated is not a loss."""
+    if not isinstance(loss, torch.Tensor):
+        raise PolicyError(
+            f"Amp.{method}: loss is {_shown(loss)}, and only a tensor has gradients. Give the loss itself, not its "
+            "value: without .item(), .tolist() or .numpy()."
+        )
+    if loss.numel() != 1:
+        raise PolicyError(
+            f"Amp.{method}: loss has the shape {tuple(loss.shape)}, and a loss is one number. Give its mean or sum."
+        )
+    if not loss.requires_grad:
+        raise PolicyError(
+            f"Amp.{method}: loss needs no gradient: it was computed under no_grad, detached, or depends on nothing "
+            "that is trained. Compute it with gradients enabled."
+        )
+
+
+def check_clip_norm(clip_norm: object) -> None:
+    """Raise `PolicyError` where a limit for the gradients' norm is none."""
+    number = isinstance(clip_norm, int | float | torch.Tensor | np.number) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (number and _positive(clip_norm)):
+        raise PolicyError(f"clip_norm: {_shown(clip_norm)} must be a positive number, or None to leave gradients alone")
+
+
+def _positive(number: Any) -> bool:
+    try:
+        return float(number) > 0.0
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+        return False
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -29,14 +29,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castwise.errors import CastwiseError, NonFiniteError, PolicyError, ScaleStalledError
+from castwise.errors import CastwiseError, NonFiniteError, ScaleStalledError
 from castwise.formats import parse_format
 from castwise.plan import Plan
 from castwise.policy import Policy
 from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
 
 from . import _scale
-from ._amp_checks import check
+from ._amp_checks import check, check_clip_norm, check_loss
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
 from ._gradients import all_finite, multiply, parameters_of, values_of
@@ -50,7 +50,7 @@ from ._watched import Watched
 from .apply import apply
 from .devices import resolve, tf32
 from .guard import Guard
-from .guard_metrics import Watcher
+from .watcher import Watcher
 
 __all__ = ["Amp", "StepResult"]
 
@@ -147,11 +147,15 @@ class Amp(Watched):
         self._regions().append(self.region().__enter__())
         if self._guard is not None:
             self._guard.enter()
+        for observer in self._observers:
+            observer.enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for observer in self._observers:
+            observer.leave(error)
         if self._guard is not None:
             self._guard.leave()
         self._regions().pop().__exit__(kind, error, traceback)
@@ -186,13 +190,14 @@ class Amp(Watched):
         Gradients that are there before the first backward of an accumulation were left by something else, another
         model's loss for example, and are cleared. If backward raises, the accumulation starts anew.
         """
+        check_loss(loss, "backward")
         if not self._begun:
             self._begin()
         try:
-            for observer in self._observers:
-                observer.loss(loss)
-            watched = self._guard.backward(loss) if self._guard is not None else nullcontext()
-            with tf32(self.device_type, self.policy.tf32), watched:
+            with ExitStack() as stack:
+                stack.enter_context(tf32(self.device_type, self.policy.tf32))
+                for watcher in (self._guard, *self._observers) if self._guard is not None else self._observers:
+                    stack.enter_context(watcher.backward(loss))
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             if self._micro:
@@ -245,12 +250,12 @@ class Amp(Watched):
 
         Raises:
             ScaleStalledError, NonFiniteError: too many steps in a row were skipped; the message says what to do.
-            PolicyError: `clip_norm` is not a positive number.
+            PolicyError: `clip_norm` is not a positive number, or the loss no tensor of one number with a gradient.
             CastwiseError: neither this call nor `backward` was given a loss.
         """
-        if clip_norm is not None and not clip_norm > 0.0:
-            raise PolicyError(f"clip_norm: {clip_norm!r} must be a positive number, or None to leave gradients alone")
+        check_clip_norm(clip_norm)
         if loss is not None:
+            check_loss(loss, "step")
             self.backward(loss)
         elif not self._begun:
             raise CastwiseError("Amp.step: there is no loss. Give it one, or call amp.backward(loss) before it.")
@@ -261,14 +266,14 @@ class Amp(Watched):
             return StepResult(False, float("nan"), scale, reason, self.emulated)
         values = values_of(self._settled())
         for observer in self._observers:
-            observer.gradients(self, self.loss_scale if self._unscaled is None else 1.0)
+            observer.gradients(self.loss_scale if self._unscaled is None else 1.0)
         try:
             if not values and self._ranks is None:
                 log.warning("no parameter of the optimizer has a gradient: nothing was stepped")
                 return StepResult(False, 0.0, self.loss_scale, "no parameter has a gradient", self.emulated)
             result = self._finish_ahead(values, clip_norm) if self._on_device else self._finish(values, clip_norm)
             for observer in self._observers:
-                observer.finished(self, result)
+                observer.finished(result)
             return result
         finally:
             self._forget_gradients(counts=True)

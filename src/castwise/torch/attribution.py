@@ -156,6 +156,7 @@ def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: fl
         scale=scale,
         finite_scale=finite_scale,
         underflow=kind is Kind.RANGE and any(v.zeros for v in divisors),
+        constant=root.constant,
     )
 
 

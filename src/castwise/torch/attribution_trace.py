@@ -30,6 +30,7 @@ from .attribution_values import (
     Values,
     as_they_are,
     as_they_were,
+    constant_in,
     described,
     is_bad,
     mutated,
@@ -80,6 +81,7 @@ class Made:
     on_purpose: bool  # an infinity that the program itself asked for, in an argument
     alone: _Alone | None  # the call, where nothing that went in was bad
     rank: int = -1  # that it was seen on, where others did not see it
+    constant: float = 0.0  # see `constant_in`
 
     @property
     def nan(self) -> bool:
@@ -255,6 +257,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causes,
             not causes and any(isinstance(a, float) and math.isinf(a) for a in scalars(args)),
             alone,
+            constant=constant_in(args, bad[0]) if not causes and not in_backward else 0.0,
         )
         self.made.append(made)
         for x in bad:

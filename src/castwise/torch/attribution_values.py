@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -113,3 +114,26 @@ def scalars(args: Any) -> Iterator[Any]:
             yield from scalars(a)
         elif not isinstance(a, torch.Tensor):
             yield a
+
+
+def constant_in(args: Any, bad: torch.Tensor) -> float:
+    """The constant that a call made infinite: a number that the program gave it, or the only culprit of a tensor.
+
+    Its sign is that of the infinities. 0 where they differ in sign, and where there is no such constant.
+    """
+    if bad.layout is not torch.strided or bad.is_complex():
+        return 0.0
+    infinities = bad.detach()[bad.detach().isinf()]
+    sign = float(infinities[0].sign()) if infinities.numel() else 0.0
+    if not sign or bad.isnan().any() or not bool((infinities.sign() == sign).all()):
+        return 0.0
+    numbers = [abs(float(a)) for a in scalars(args) if isinstance(a, int | float) and not isinstance(a, bool)]
+    finite = [a for a in numbers if math.isfinite(a)]
+    if finite:
+        return sign * max(finite)
+    for _, x in tensors_in(args):
+        if x.layout is torch.strided and x.shape == bad.shape and x.is_floating_point():
+            culprits = x.detach()[bad.detach().isinf()]
+            same = culprits.numel() > 1 and bool((culprits == culprits[0]).all())
+            return sign * abs(float(culprits[0])) if same else 0.0
+    return 0.0

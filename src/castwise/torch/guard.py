@@ -20,12 +20,12 @@ from torch import nn
 from castwise import guard
 from castwise.errors import CastwiseError, NonFiniteError
 from castwise.guard import Action, Finding, GuardState, Kind, Raised
-from castwise.watch.advice import advice_for
 from castwise.watch.events import Event
 
 if TYPE_CHECKING:
     from .amp import Amp
 
+from .advice import advise
 from .attribution import attribute, live_finding, outside
 from .attribution_capture import Call, Recorder
 from .attribution_ranks import common_finding
@@ -235,7 +235,7 @@ class Guard:
         # A scale that is too high is part of the search for the highest one that works, and no alarm.
         name = "overflow" if found[0].kind is Kind.SCALE else "finding"
         self._tell(name, str(found[0]), repeated=again, **found[0].to_dict())
-        for name, words in advice_for(found[0]) if not again else ():
+        for name, words in advise(found[0], self.model) if not again else ():
             self._tell("advice", words, cause=name)
         return found
 
@@ -288,7 +288,7 @@ class Guard:
         )
 
     def _stopped(self, finding: Finding) -> CastwiseError:
-        words = [text for _, text in advice_for(finding)]
+        words = [text for _, text in advise(finding, self.model)]
         advice = f" What to do next: {' '.join(words)}" if words else ""
         message = (
             f"Training has stopped after {self.state.helpless} steps in a row whose gradients were not finite, which "

@@ -1,122 +1,29 @@
-"""Metrics of a training run: what an `Amp` knows of each step, as records for sinks.
-
-    castwise.torch.watch(amp, "run.jsonl")              # castwise watch run.jsonl --follow
-    castwise.torch.watch(amp, SummaryWriter("logs"))    # TensorBoard
-    castwise.torch.watch(amp, lambda record: wandb.log(record, step=record["step"]))
-
-Numbers are fetched from the device only for the steps that are logged.
-"""
+"""Metrics of layers: their gradients, what 16-bit formats lose of them, and how their weights began."""
 
 from __future__ import annotations
 
-import sys
-import time
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
-from castwise.errors import PolicyError
-from castwise.formats import NumberFormat, parse_format
-from castwise.watch.events import Event
-from castwise.watch.sinks import Sink, sink_for
+from castwise.formats import NumberFormat
 
 from ._gradients import values_of
-from ._scale import StepResult
+from .look import Look
 
-if TYPE_CHECKING:
-    from .amp import Amp
+__all__ = ["gradient_metrics", "initial_hazard", "look_metrics", "spoilt_statistics"]
 
-__all__ = ["Watcher", "watch"]
-
-_FULL_RANGE = 8  # exponent bits of float32 and bfloat16: formats with as many lose nothing that float32 keeps
-
-
-def watch(amp: Amp, *targets: Any, every: int = 1, layers_every: int = 0, samples: int = 0, tokens: int = 0) -> Watcher:
-    """Log an `Amp`'s steps and events from now on.
-
-    Args:
-        amp: whose steps are logged.
-        targets: JSONL paths, TensorBoard writers, functions of a record, or objects with ``write(record)``.
-        every: log each n-th step.
-        layers_every: at each n-th step, also each layer's gradient norm and the shares of its gradient values that the
-            policy's format loses; 0: never. Those steps read all gradients once more.
-        samples, tokens: in one step, for the throughput.
-
-    Raises:
-        PolicyError: a number is out of range. CastwiseError: a target takes no records.
-    """
-    if every < 1 or layers_every < 0 or samples < 0 or tokens < 0:
-        raise PolicyError("watch: every must be 1 or more; layers_every, samples and tokens 0 or more.")
-    watcher = Watcher([sink_for(target) for target in targets], every, layers_every, samples, tokens)
-    amp._observers.append(watcher)
-    amp.on_event(watcher.event)
-    return watcher
+_LOW_BITS = 16
+_NAMES = {"forward": "activation_", "backward": ""}
+_SHARES = ("overflow", "underflow", "subnormal")
+_DRIFT = 1e4  # between layers' outputs at the first step; He et al., arXiv:1502.01852, keep it near 1
+_STATISTICS = ("running_mean", "running_var")
 
 
-class Watcher:
-    """Collects the metrics of an `Amp` and hands them to sinks."""
-
-    def __init__(self, sinks: list[Sink], every: int, layers_every: int, samples: int, tokens: int) -> None:
-        self.sinks = sinks
-        self.every, self.layers_every, self.samples, self.tokens = every, layers_every, samples, tokens
-        self._losses: list[torch.Tensor] = []
-        self._layers: dict[str, float] = {}
-        self._steps = 0
-        self._then = time.perf_counter()
-
-    def loss(self, loss: torch.Tensor) -> None:
-        """The loss of a micro-batch."""
-        self._losses.append(loss.detach())
-
-    def gradients(self, amp: Amp, scale: float) -> None:
-        """The gradients of a step are there, still scaled."""
-        if self.layers_every and self._steps % self.layers_every == 0:
-            self._layers = layer_metrics(amp.model, parse_format(amp.policy.format), scale)
-
-    def finished(self, amp: Amp, result: StepResult) -> None:
-        """A step was taken or skipped."""
-        self._steps += 1
-        if self._steps % self.every == 0:
-            self._write(self._metrics(amp, result))
-        self._losses.clear()
-
-    def event(self, event: Event) -> None:
-        """Pass on an event of the guard."""
-        self._write(event.to_dict())
-
-    def _metrics(self, amp: Amp, result: StepResult) -> dict[str, Any]:
-        state = amp.scale_state
-        now = time.perf_counter()
-        seconds, self._then = (now - self._then) / self.every, now
-        loss = float(torch.stack([x.float().mean() for x in self._losses]).mean()) if self._losses else float("nan")
-        record: dict[str, Any] = {
-            "step": state.steps,
-            "time": time.time(),
-            "train/loss": loss,
-            "train/grad_norm": result.grad_norm,
-            "train/loss_scale": state.scale,
-            "train/skipped_steps": state.skipped,
-            "train/skip_rate": state.skipped / max(state.steps, 1),
-            "train/learning_rate": float(amp.optimizer.param_groups[0]["lr"]),
-            "perf/steps_per_second": 1.0 / max(seconds, 1e-9),
-            "numerics/casts_of_weights": amp._cache.casts_made,
-            "numerics/raised_layers": len(amp._guard.state.raised) if amp._guard is not None else 0,
-            "memory/peak_bytes": _peak_bytes(amp.device_type),
-        }
-        for name, size in (("samples", self.samples), ("tokens", self.tokens)):
-            if size:
-                record[f"perf/{name}_per_second"] = size / max(seconds, 1e-9)
-        record |= self._layers
-        self._layers = {}
-        return record
-
-    def _write(self, record: dict[str, Any]) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-
-
-def layer_metrics(model: torch.nn.Module, fmt: NumberFormat, scale: float) -> dict[str, float]:
-    """Per layer with weights: the true gradient norm, and the shares of its values beyond a format's range.
+def gradient_metrics(model: nn.Module, fmt: NumberFormat, scale: float) -> dict[str, float]:
+    """Per layer with weights: the true gradient norm, and the shares of its gradient's values beyond a format's range.
 
     Args:
         model: whose `.grad` are there, multiplied by `scale`.
@@ -131,22 +38,62 @@ def layer_metrics(model: torch.nn.Module, fmt: NumberFormat, scale: float) -> di
         flat = torch.cat([v.detach().reshape(-1).double() for v in values]).abs()
         layer = path or "model"
         found[f"grad_norm/{layer}"] = float(flat.norm()) / scale
-        if fmt.exponent_bits >= _FULL_RANGE:
+        if fmt.bits > _LOW_BITS:
             continue
         nonzero = max(int((flat > 0).sum()), 1)
+        smallest = fmt.smallest_subnormal / 2
         found[f"overflow/{layer}"] = float((flat > fmt.max).sum()) / nonzero
-        found[f"underflow/{layer}"] = float(((flat > 0) & (flat < fmt.smallest_subnormal / 2)).sum()) / nonzero
-        subnormal = (flat >= fmt.smallest_subnormal / 2) & (flat < fmt.smallest_normal)
-        found[f"subnormal/{layer}"] = float(subnormal.sum()) / nonzero
+        found[f"underflow/{layer}"] = float(((flat > 0) & (flat < smallest)).sum()) / nonzero
+        found[f"subnormal/{layer}"] = float(((flat >= smallest) & (flat < fmt.smallest_normal)).sum()) / nonzero
     return found
 
 
-def _peak_bytes(device_type: str) -> int:
-    if device_type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+def look_metrics(look: Look) -> dict[str, float]:
+    """Per layer, the shares of its 16-bit values that were lost, counted while the step ran.
+
+    ``overflow/LAYER``, ``underflow/LAYER`` and ``subnormal/LAYER`` are the backward's, with ``activation_`` before
+    them the forward's.
+    """
+    found: dict[str, float] = {"numerics/casts": float(look.casts.total())}
+    for (phase, layer), shares in look.shares.items():
+        for name in _SHARES if shares.values else ():
+            found[f"{_NAMES[phase]}{name}/{layer or 'model'}"] = shares.share(name)
+    return found
+
+
+def spoilt_statistics(model: nn.Module) -> str:
+    """Evidence of running statistics that are not finite, or are kept in 16 bits; "" where all are well."""
+    for name, b in model.named_buffers():
+        if name.rpartition(".")[2] not in _STATISTICS:
+            continue
+        if not bool(b.isfinite().all()):
+            return f"{name} is infinite or NaN"
+        if b.dtype in (torch.float16, torch.bfloat16):
+            return f"{name} is kept in {str(b.dtype).removeprefix('torch.')}"
+    return ""
+
+
+def initial_hazard(model: nn.Module, outputs: Mapping[str, float]) -> str:
+    """Evidence of a poor initialisation in a first step; "" where there is none.
+
+    Args:
+        model: with its gradients.
+        outputs: how far each layer's outputs differ within a batch, as a root mean square.
+    """
+    for name, p in model.named_parameters():
+        if p.dim() >= 2 and p.shape[0] > 1 and p.grad is not None and p.grad.layout is torch.strided:
+            alike = bool((p == p[:1]).all()) and bool((p.grad == p.grad[:1]).all())
+            if alike and bool((p != 0).any() | (p.grad != 0).any()):
+                return f"all rows of {name} and of its gradient are the same, and will stay so"
+    if len(outputs) < 2:
+        return ""
+    broken = next((layer for layer, size in outputs.items() if not math.isfinite(size)), "")
+    sizes = {layer: size for layer, size in outputs.items() if math.isfinite(size)}
+    if not sizes:
+        return ""
+    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    # Where something became infinite, half of the way there has to be growth from layer to layer.
+    if sizes[large] < (math.sqrt(_DRIFT) if broken else _DRIFT) * sizes[small] or sizes[large] == 0.0:
+        return ""
+    ends = f"{sizes[small]:.3g} in {small or 'the model'} and {sizes[large]:.3g} in {large or 'the model'}"
+    return f"outputs of one batch differ by {ends}" + (f", and are infinite in {broken}" if broken else "")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from castwise.guard import Finding, Kind
 
-__all__ = ["advice_for", "trend_advice"]
+__all__ = ["BFLOAT16_CHECKPOINT", "HAZARDS", "advice_for", "growth_advice", "trend_advice"]
 
 Advice = tuple[str, str]
 
@@ -27,6 +28,10 @@ _TREND_STEPS = 40  # of loss values that a trend is judged on
 _GROWTH = 2.0  # times the best level, from which on a loss counts as growing
 _STILL = 0.002  # relative change of the level under which a loss counts as standing still
 _SWING = 0.5  # standard deviation over level from which on a loss counts as swinging
+_LEARNT = 0.9  # of the first level: a loss that stands still below it has learnt, and may have arrived
+_FLOOR = 0.01  # of the first level, under which a loss that moves is noise around its end
+_JUMP = 10.0  # times the best of the last losses, from which on a step that breaks is put down to growth before it
+_LARGEST_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,13 @@ _CAUSES = (
         "mask",
         lambda f, op: "softmax" in op and f.kind is Kind.BROKEN,
         "A softmax had nothing but -inf to choose from: a row of the mask hides everything. Let each row see one.",
+    ),
+    _Cause(
+        "mask constant",
+        lambda f, op: f.kind is Kind.RANGE and f.constant < -_LARGEST_FLOAT16,
+        "A constant that hides what is masked does not fit the format and becomes infinite: use "
+        "torch.finfo(x.dtype).min of the tensor that it is written to, or masked_fill with -inf where each row keeps "
+        "one entry.",
     ),
     _Cause(
         "attention scores",
@@ -120,19 +132,85 @@ def trend_advice(losses: Sequence[float]) -> list[Advice]:
     finite = [x for x in recent if math.isfinite(x)]
     if len(finite) < _TREND_STEPS // 2:
         return [("not finite", "Most of the last losses are not finite: see the events for what broke.")]
-    parts = [statistics.median(finite[i * len(finite) // 4 : (i + 1) * len(finite) // 4]) for i in range(4)]
-    level = statistics.median(finite)
+    quarters = [finite[i * len(finite) // 4 : (i + 1) * len(finite) // 4] for i in range(4)]
+    parts = [_median(quarter) for quarter in quarters]
+    level = _median(finite)
     earlier = [x for x in losses[:-_TREND_STEPS] if math.isfinite(x)]
-    best = min([*parts, *(statistics.median(earlier[i : i + 10]) for i in range(0, max(len(earlier) - 9, 0), 10))])
-    found: list[Advice] = []
-    if parts[3] > _GROWTH * abs(best) and parts[3] >= parts[0]:
-        words = "The loss grows: lower the learning rate, warm it up, or clip gradients. No number format mends that."
-        found.append(("learning rate", words))
-    elif abs(level) > 0 and statistics.pstdev(finite) > _SWING * abs(level) and parts[3] > 0.8 * parts[0]:
-        found.append(
-            ("oscillation", "The loss swings without falling: lower the learning rate, or use larger batches.")
-        )
-    elif abs(parts[3] - parts[0]) <= _STILL * abs(level) and statistics.pstdev(finite) <= _STILL * abs(level):
+    windows = [*quarters, *(earlier[i : i + 10] for i in range(0, max(len(earlier) - 9, 0), 10))]
+    first = _median([x for x in losses if math.isfinite(x)][:10])
+    spread = _spread(finite)
+    if abs(level) < _FLOOR * abs(first):
+        return []
+    # By the median and by the mean: neither a single spike nor a swing from value to value is growth.
+    if parts[3] >= parts[0] and all(f(quarters[3]) > _GROWTH * abs(min(map(f, windows))) for f in (_median, _mean)):
+        return [("learning rate", _GROWS)]
+    if abs(level) > 0 and spread > _SWING * abs(level) and parts[3] > 0.8 * parts[0]:
+        return [("oscillation", "The loss swings without falling: lower the learning rate, or use larger batches.")]
+    still = abs(parts[3] - parts[0]) <= _STILL * abs(level) and spread <= _STILL * abs(level)
+    if still and level > first - (1.0 - _LEARNT) * abs(first):
         words = "The loss stands still: look at the learning rate, at vanishing gradients, and at the initialisation."
-        found.append(("stagnation", words))
-    return found
+        return [("stagnation", words)]
+    return []
+
+
+def growth_advice(losses: Sequence[float]) -> list[Advice]:
+    """Whether the loss had grown out of bounds before a step that broke: then it was no format's fault.
+
+    Args:
+        losses: of the steps up to the one that broke, the newest last; that one's own may be infinite or NaN.
+    """
+    finite = [x for x in losses[-_TREND_STEPS:] if math.isfinite(x)]
+    if len(finite) < 2:
+        return []
+    return [("learning rate", _GROWS)] if finite[-1] > _JUMP * max(abs(min(finite)), sys.float_info.min) else []
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(x / 2 for x in values) * 2  # halved: the sum of the largest floats is infinite
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(x / len(values) for x in values)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The standard deviation, also of values whose squares are no floats."""
+    largest = max(abs(x) for x in values)
+    return statistics.pstdev([x / largest for x in values]) * largest if largest > 0 else 0.0
+
+
+_GROWS = "The loss grows: lower the learning rate, warm it up, or clip gradients. No number format mends that."
+
+#: What makes nothing infinite and still spoils a run: causes that a front end sees by looking, with what to do.
+HAZARDS = {
+    "initialisation": "The first step shows a poor initialisation: initialise weights by their fan-in (Xavier for "
+    "tanh, Kaiming for ReLU), at random, and put normalisation between layers.",
+    "statistics": "Running statistics of a normalisation layer are spoilt: keep them in float32 (leave the layer's "
+    "buffers alone when the model is cast to 16 bits), and normalise inputs of large scale.",
+    "positions": "Positions, or what is multiplied by them, are beyond the whole numbers that the format tells apart "
+    "(bfloat16 ends at 256, float16 at 2048): compute positions, angles and their sine and cosine in float32, and "
+    "cast the result.",
+    "reductions": "A sum of many values is carried in 16 bits, where small terms are lost: accumulate in float32, or "
+    "with one call of sum or mean, and cast the result.",
+    "attention scores": "Scores this far apart make the softmax pick one and pass no gradient: scale queries by the "
+    "root of their width, normalise queries and keys, or cap the scores.",
+    "labels out of range": "The labels are outside of what the loss and the format expect: class numbers run from 0 to "
+    "the number of classes less one, probabilities from 0 to 1, and targets of a regression should be normalised.",
+    "inputs out of range": "The inputs are far from unit scale, or outside of an embedding: normalise them before the "
+    "model.",
+    "optimizer epsilon": "The optimizer's eps is zero in the format of its state, so it divides by zero wherever a "
+    "second moment is zero: keep the optimizer's state in float32 (castwise.torch.Amp does), or raise eps to 1e-4 in "
+    "float16.",
+    "clip before unscale": "Gradients were clipped while they were still multiplied by the loss scale, so that all of "
+    "them are cut to next to nothing: give amp.step(loss, clip_norm=...) the norm, or unscale before you clip.",
+    "half-precision parameters": "Parameters are stepped in 16 bits without float32 values beside them, and updates "
+    "that are smaller than half the distance to the next number are lost: keep parameters in float32, or let "
+    "castwise.torch.Amp keep master weights for them.",
+}
+
+#: For an overflow in float16 of a model whose weights have no more digits than bfloat16 has.
+BFLOAT16_CHECKPOINT: Advice = (
+    "checkpoint of bfloat16",
+    "The weights have no more digits than bfloat16 has: this looks like a checkpoint that was trained in bfloat16, "
+    "whose values may be beyond float16's range. Train it in bfloat16, or keep the layers that overflow in float32.",
+)

@@ -29,12 +29,23 @@ def main(args: argparse.Namespace) -> int:
     """Run the command."""
     run, offset = Run(), 0
     while True:
-        records, offset = read_jsonl(args.file, offset)
-        run.add(records)
+        size = _size(args.file)
+        if size is not None or not args.follow:  # a run that is followed may not have begun
+            if size is not None and size < offset:  # it was begun anew
+                run, offset = Run(), 0
+            records, offset = read_jsonl(args.file, offset)
+            run.add(records)
         _show(run, args)
         if not args.follow:
             return 0
         time.sleep(max(args.every, 0.1))
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _show(run: Run, args: argparse.Namespace) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from castwise.watch.events import ALARMS
-
-from .series import Run
+from .events import ALARMS
+from .series import Run, sparkline
 
 __all__ = ["render"]
 
 _WIDTH, _HEIGHT, _POINTS = 320, 90, 400
+_BARS_SHOWN = 16  # of a layer's sparkline: three columns fit a phone
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#59636e;--line:#0969da;--bad:#cf222e;--back:#fff;--card:#f6f8fa}
 @media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9198a1;--line:#58a6ff;--bad:#ff7b72;--back:#0d1117;
@@ -29,6 +30,12 @@ figcaption b{overflow-wrap:anywhere}
 svg{width:100%;height:auto}
 path{fill:none;stroke:var(--line);stroke-width:1.5}
 circle{fill:var(--bad)}
+summary{padding:.4rem 0;cursor:pointer}
+table{width:100%;border-collapse:collapse;font-size:.85rem}
+td,th{text-align:left;padding:.2rem .4rem .2rem 0;border-bottom:1px solid var(--card);vertical-align:top}
+td:first-child{overflow-wrap:anywhere}
+td:nth-child(2){font-variant-numeric:tabular-nums}
+td:last-child{white-space:nowrap;line-height:1;color:var(--line)}
 small{color:var(--soft)}
 ol{padding-left:0;list-style:none}
 li{padding:.4rem 0;border-bottom:1px solid var(--card);overflow-wrap:anywhere}
@@ -38,10 +45,11 @@ li.alarm b{color:var(--bad)}
 
 def render(run: Run, title: str = "A run") -> str:
     """The page: a plot per metric, then the events, the newest first."""
-    plots = "\n".join(_figure(name, run.points(name)) for name in sorted(run.series))
+    plots = "\n".join(_figure(name, run.points(name)) for name in run.general())
+    layers = "\n".join(_table(run, family, names) for family, names in run.by_layer().items())
     events = "\n".join(
         f'<li class="{"alarm" if e["event"] in ALARMS else "calm"}"><small>step {int(e["step"]):,}</small> '
-        f"<b>{html.escape(str(e['event']))}</b> {html.escape(str(e.get('message', '')))}</li>"
+        f"<b>{html.escape(_titled(e))}</b> {html.escape(str(e.get('message', '')))}</li>"
         for e in reversed(run.events)
     )
     advice = "".join(f"<p><b>{html.escape(cause)}</b> {html.escape(words)}</p>\n" for cause, words in run.advice())
@@ -50,8 +58,24 @@ def render(run: Run, title: str = "A run") -> str:
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1><p><small>step {run.step:,}, {len(run.events)} events</small></p>
 {advice}<div class="grid">{plots or "<p>No metrics have been logged yet.</p>"}</div>
-<h2>Events</h2><ol>{events or "<li>None.</li>"}</ol></body></html>
+{f"<h2>Layers</h2>{layers}" if layers else ""}<h2>Events</h2><ol>{events or "<li>None.</li>"}</ol></body></html>
 """
+
+
+def _titled(event: Mapping[str, Any]) -> str:
+    return f"{event['event']} ({event['cause']})" if "cause" in event else str(event["event"])
+
+
+def _table(run: Run, family: str, names: Sequence[str]) -> str:
+    """A metric of all layers, folded: the largest newest value first."""
+    rows = []
+    for name in names:
+        values = [value for _, value in run.points(name)]
+        layer = html.escape(name.partition("/")[2])
+        rows.append(f"<tr><td>{layer}</td><td>{values[-1]:.4g}</td><td>{sparkline(values, _BARS_SHOWN)}</td></tr>")
+    heads = "<tr><th>layer</th><th>newest</th><th>so far</th></tr>"
+    title = html.escape(family.replace("_", " "))
+    return f"<details><summary>{title} ({len(names)})</summary><table>{heads}{''.join(rows)}</table></details>"
 
 
 def _figure(name: str, points: Sequence[tuple[int, float]]) -> str:
