@@ -45,13 +45,14 @@ def values_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 gradient = p.grad = gradient.resolve_conj()
             gradient = torch.view_as_real(gradient)
         if gradient.numel():
-            found.append(_local(gradient))
+            found.append(local(gradient))
     return found
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    to_local = getattr(gradient, "to_local", None)  # a DTensor's shard
-    return to_local() if to_local is not None else gradient
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor; a plain tensor as it is."""
+    to_local = getattr(x, "to_local", None)
+    return to_local() if to_local is not None else x
 
 
 def _grouped(values: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

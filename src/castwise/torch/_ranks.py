@@ -22,7 +22,7 @@ from castwise.policy import Policy
 
 from ._gradients import all_finite, norm, values_of
 
-__all__ = ["Ranks", "no_sync", "ranks_of", "sharded_modules", "unwrapped"]
+__all__ = ["Ranks", "no_sync", "ranks_of", "ranks_of_tensors", "sharded_modules", "unwrapped"]
 
 T = TypeVar("T")
 _SQUARES, _BAD, _FILLED, _BAD_LOSS = range(4)  # what the numbers of a step's all-reduce are
@@ -44,13 +44,22 @@ class Ranks:
         self.wrappers = wrappers
         self.shards = shards
 
-    def begin(self, policy: Policy) -> None:
+    def begin(self, policy: Policy, parameters: list[torch.Tensor], accumulate: int) -> bool:
         """Make sure that all ranks train by one policy, and let gradients travel as it says.
 
+        Returns:
+            Whether gradients have to be of their parameters' dtypes, as what sends them wants it.
+
         Raises:
-            PolicyError: they do not, or gradients cannot travel so.
+            PolicyError: they do not, or gradients cannot travel so, or would add up in 16 bits.
         """
         self.same("The policy", policy.to_toml())
+        low = any(p.requires_grad and p.dtype.itemsize == 2 for p in parameters)
+        if low and self.wrappers and accumulate > 1:
+            raise PolicyError(
+                "accumulate: DistributedDataParallel adds micro-batches of 16-bit parameters in 16 bits. Shard the "
+                "model (castwise.torch.distributed.shard), keep its parameters in float32, or take accumulate=1."
+            )
         modules: list[nn.Module] = [*self.wrappers, *self.shards]
         if policy.communication is not None and modules:
             from .distributed.communication import compress, is_compressed
@@ -58,6 +67,7 @@ class Ranks:
             for module in modules:
                 if not is_compressed(module):
                     compress(module, policy.communication)
+        return bool(modules)
 
     # ---- every step ----
 

@@ -18,13 +18,20 @@ __all__ = ["as_sharded", "names_of", "optimizer_names", "whole"]
 def whole(state: Any) -> Any:
     """A state with every DTensor as one plain tensor on the CPU. All ranks have to call it together."""
     if isinstance(state, torch.Tensor):
-        full_tensor = getattr(state, "full_tensor", None)
-        return full_tensor().cpu() if full_tensor is not None else state
+        return _gathered(state) if hasattr(state, "full_tensor") else state
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return type(state)([whole(value) for value in state])
     return state
+
+
+def _gathered(x: Any) -> torch.Tensor:
+    """A DTensor whole. The 16-bit integers beside split weights travel as 32-bit ones: gloo has no others."""
+    if x.dtype is torch.int16:
+        return _gathered(x.to(torch.int32)).to(torch.int16)
+    found: torch.Tensor = x.full_tensor().cpu()
+    return found
 
 
 def as_sharded(data: dict[str, Any], amp: Amp) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Amp(Watched):
         self.planned = apply(model, plan) if plan is not None else None
         self.policy = self._asked = resolve(Policy.coerce(policy), self.device_type)
         if self._ranks is not None:
-            self._ranks.begin(self.policy)
+            narrow_gradients |= self._ranks.begin(self.policy, parameters_of([optimizer]), accumulate)
         mode = self.policy.weights if weights == "auto" else weights
         self._rules = rules_for(self.policy, self.device_type)
         # What `fully_shard` gathers is new at every use, in memory that is to be let go after it.

@@ -15,6 +15,7 @@ gradients work.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 from castwise.errors import ScaleStalledError
 from castwise.scaling import ScaleState, ScalingConfig, initial_state, stalled_message, transition
 
-from ._gradients import all_finite, multiply, values_of
+from ._gradients import all_finite, multiply, parameters_of, values_of
+from ._ranks import Ranks, ranks_of_tensors
 
 log = logging.getLogger("castwise.torch.scaler")
 
@@ -89,6 +91,7 @@ class GradScaler:
         self._scale: dict[torch.device, torch.Tensor] = {}
         self._progress: dict[int, _Progress] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        self._shards: weakref.WeakKeyDictionary[Optimizer, Ranks | None] = weakref.WeakKeyDictionary()
         self._scaled = False
         self._last: _Progress | None = None
 
@@ -135,7 +138,8 @@ class GradScaler:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         _refuse_16_bit(optimizer)
         values = values_of(parameters)
-        progress.finite = all_finite(values)
+        ranks = self._ranks_of(optimizer)
+        progress.finite = all_finite(values) if ranks is None else ranks.finite(values)
         if self._state.scale != 1.0:
             multiply(values, 1.0 / self._state.scale)
         progress.stage = "unscaled"
@@ -214,8 +218,14 @@ class GradScaler:
         self._forget_step()
 
     def _agree(self, finite: torch.Tensor) -> torch.Tensor:
-        """The verdict that all processes share. One process: its own; sharded subclasses override this."""
+        """The verdict that all processes share: those of the meshes of sharded parameters share it already."""
         return finite
+
+    def _ranks_of(self, optimizer: Optimizer) -> Ranks | None:
+        """The ranks that hold shards of an optimizer's parameters, found once."""
+        if optimizer not in self._shards:
+            self._shards[optimizer] = ranks_of_tensors(parameters_of([optimizer]))
+        return self._shards[optimizer]
 
     def _forget_step(self) -> None:
         self._scale.clear()
@@ -321,7 +331,14 @@ class GradScaler:
         """Pickle between steps only: the state of a half-done step belongs to live optimizers."""
         if self._enabled and self._progress:
             raise RuntimeError("A GradScaler can only be pickled between update() and the next scale().")
-        return {**self.__dict__, "_scale": {}, "_progress": {}, "_optimizers": {}, "_last": None}
+        return {
+            **self.__dict__,
+            "_scale": {},
+            "_progress": {},
+            "_optimizers": {},
+            "_shards": weakref.WeakKeyDictionary(),
+            "_last": None,
+        }
 
     # ---- inside ----
 

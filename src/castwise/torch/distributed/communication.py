@@ -85,10 +85,10 @@ def _hook(wrapper: DistributedDataParallel, dtype: torch.dtype, wide_sums: bool)
     group = wrapper.process_group
     if not wide_sums:
         _refuse_missing(dtype, group)
-    average = _WideHook(dtype, group) if wide_sums else _NarrowHook(dtype, group)
+    average: list[_WideHook | _NarrowHook] = []
 
     def send_castwise(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        return average(bucket)
+        return average[0](bucket)
 
     send_castwise.__annotations__.clear()  # DistributedDataParallel compares them, and these are strings
     try:
@@ -97,6 +97,7 @@ def _hook(wrapper: DistributedDataParallel, dtype: torch.dtype, wide_sums: bool)
         raise PolicyError(
             f"communication: the model has a communication hook of its own ({error}). Leave out one of the two."
         ) from error
+    average.append(_WideHook(dtype, group) if wide_sums else _NarrowHook(dtype, group))
 
 
 def _refuse_missing(dtype: torch.dtype, group: Any) -> None:

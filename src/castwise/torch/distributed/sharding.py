@@ -74,7 +74,9 @@ def shard(
 ) -> nn.Module:
     """Call `fully_shard` on a model's blocks and on itself, with what the policy means for each group of parameters.
 
-    Make the optimizer and `Amp` after it, with the same policy. Parameters stay float32 in their shards.
+    Make the optimizer and `Amp` after it, with the same policy, and run the model in regions of that `Amp`, for
+    evaluation too (`amp.region()`): it is they that bring inputs to the format of what was gathered. Parameters stay
+    float32 in their shards. Where there is no process group, the model stays as it is.
 
     Args:
         model: on the CPU, the mesh's device or the meta device. It is changed and returned.
@@ -85,12 +87,16 @@ def shard(
         options: others of `torch.distributed.fsdp.fully_shard`: `reshard_after_forward`, `offload_policy`, …
 
     Raises:
-        PolicyError: the policy, or a glob in `blocks`, does not fit the model; or there are no process groups.
+        PolicyError: the policy, or a glob in `blocks`, does not fit the model.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise PolicyError("shard: there is no process group. Start by torchrun, and call dist.init_process_group().")
     if "mp_policy" in options:
         raise PolicyError("shard: mp_policy follows from the policy. Write layer rules, or call fully_shard yourself.")
+    if not dist.is_available() or not dist.is_initialized():
+        log.warning(
+            "shard: there is no process group, and the model stays whole. Start by torchrun, and call "
+            "castwise.torch.distributed.start() first."
+        )
+        return model
     device_type = mesh.device_type if mesh is not None else _accelerator()
     resolved = resolve(Policy.coerce(policy), device_type)
     modules = dict(model.named_modules())
@@ -177,7 +183,7 @@ def _fully_shard(modules: list[nn.Module], dtype: torch.dtype | None, mesh: Any,
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Sums of gradients are float32's; `compress` narrows what travels. Inputs are cast by the region, op by op.
-    policy = MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32, None, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(dtype, torch.float32, None, cast_forward_inputs=False)
     chosen: Any = modules if len(modules) > 1 else modules[0]
     fully_shard(chosen, mesh=mesh, mp_policy=policy, **options)
 
