@@ -16,10 +16,11 @@ from castwise.study.arms import DEFAULT_PRECISIONS, arms_of
 from castwise.study.backend import backend_for
 from castwise.study.progress import Progress
 from castwise.study.protocol import Task, TaskSpec, describe, load_task
+from castwise.study.ranks import inside
 from castwise.study.results import recommended_arm, results_of, write_results
 from castwise.study.runner import Outcome, Settings, planned_steps, run_study
 
-__all__ = ["default_folder", "study"]
+__all__ = ["checked_settings", "default_folder", "study"]
 
 _MOST_THREADS = 1024  # with many more, thread pools crash instead of raising
 
@@ -36,6 +37,7 @@ def study(
     out: str | Path | None = None,
     resume: bool = False,
     threads: int | None = None,
+    nproc: int | None = None,
     report: bool = True,
     quiet: bool = True,
 ) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def study(
         remedy: whether to look for a cure for unsafe precisions.
         out: the folder for ``results.json``, ``policy.toml``, ``report.html`` and the state to resume from.
         resume: go on with an interrupted study in ``out``, or add seeds or precisions to a finished one.
+        nproc: the number of ranks, in a process that ``castwise study --nproc`` has started.
         threads: CPU threads. Default: the task's own, else the framework's.
         report: whether to draw ``report.html``.
         quiet: no progress on stderr.
@@ -61,9 +64,17 @@ def study(
         StudyError: the task, an option or the folder cannot be used; the message says what to do.
         PolicyError, HardwareError: a precision or the device is not known.
     """
-    settings = _settings(task, precisions, steps, seeds, device, margin, remedy)
+    settings = checked_settings(task, precisions, steps, seeds, device, margin, remedy)
     folder = Path(out) if out is not None else default_folder(settings.spec.spelled)
+    if nproc is not None and settings.spec.framework != "torch":
+        raise StudyError(f"--nproc: tasks of framework {settings.spec.framework!r} train on one process. Leave it out.")
+    if nproc is not None and not inside(nproc):
+        raise StudyError("nproc: processes are started by the command: castwise study TASK --nproc N.")
     backend = backend_for(settings.spec, threads=_threads(threads, settings.spec))
+    if nproc is not None and nproc > 1:
+        from castwise.study._torch_ranks import SharedBackend
+
+        backend = SharedBackend(backend)
     progress = Progress(planned_steps(settings), quiet=quiet)
     try:
         outcome = run_study(settings, backend, folder, resume=resume, progress=progress)
@@ -77,7 +88,7 @@ def default_folder(task: str) -> Path:
     return Path(f"castwise-study-{_slug(task.rpartition(':')[2])}")
 
 
-def _settings(
+def checked_settings(
     task: str | Task,
     precisions: Iterable[str],
     steps: int | None,
@@ -86,6 +97,7 @@ def _settings(
     margin: float | None,
     remedy: bool,
 ) -> Settings:
+    """What a study is to do; the arguments are those of ``study``, and so are the errors."""
     studied = get_device(device) if device else detect()
     arms = arms_of(precisions, studied)
     spec = load_task(task) if isinstance(task, str) else describe(task)

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="DIR", help="folder of the results (default: castwise-study-TASK)")
     add("--resume", action="store_true", help="go on with an interrupted study, or add seeds or precisions to it")
     add("--threads", type=int, metavar="N", help="CPU threads (default: the task's, else the framework's)")
+    add("--nproc", type=int, metavar="N", help="train on N processes of this machine, by torchrun (default: 1)")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
@@ -40,11 +41,18 @@ def main(args: argparse.Namespace) -> int:
     Returns:
         0 when the study is complete, whatever the verdict; 130 when it was interrupted.
     """
-    from castwise.study.api import default_folder, study
+    from castwise.study.api import checked_settings, default_folder, study
+    from castwise.study.ranks import inside, launch
     from castwise.study.table import table
 
     out = args.out if args.out is not None else default_folder(args.task)
     try:
+        if args.nproc is not None and not inside(args.nproc):
+            # What is wrong with the arguments is told once, and not by every rank.
+            checked_settings(
+                args.task, args.precisions.split(","), args.steps, args.seeds, args.device, args.margin, args.remedy
+            )
+            return launch([*command_words(args), *(["--resume"] if args.resume else [])], args.nproc)
         results = study(
             args.task,
             precisions=args.precisions.split(","),
@@ -56,6 +64,7 @@ def main(args: argparse.Namespace) -> int:
             out=out,
             resume=args.resume,
             threads=args.threads,
+            nproc=args.nproc,
             quiet=args.quiet,
         )
     except KeyboardInterrupt:
@@ -70,12 +79,19 @@ def main(args: argparse.Namespace) -> int:
 
 def resume_command(args: argparse.Namespace) -> str:
     """The command line that goes on with the study that ``args`` began."""
-    words = ["castwise", "study", args.task]
+    return shlex.join(["castwise", "study", *command_words(args), "--resume"])
+
+
+def command_words(args: argparse.Namespace) -> list[str]:
+    """The arguments that ``args`` came from, but for ``--resume``."""
+    words = [args.task]
     if args.precisions != _PRECISIONS:
         words += ["--precisions", args.precisions]
-    for key in ("steps", "seeds", "device", "margin", "out", "threads"):
+    for key in ("steps", "seeds", "device", "margin", "out", "threads", "nproc"):
         value = getattr(args, key)
         if value is not None:
             words += [f"--{key}", str(value)]
-    words += ["--remedy"] if args.remedy else []
-    return shlex.join([*words, "--resume"])
+    for key in ("remedy", "quiet", "verbose", "debug"):
+        if getattr(args, key, False):
+            words.append(f"--{key}")
+    return words

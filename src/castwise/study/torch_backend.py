@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from castwise.errors import NonFiniteError, ScaleStalledError, StudyError
 from castwise.guard import GuardConfig
-from castwise.study import _torch_layers, _torch_probe
+from castwise.study import _torch_layers, _torch_probe, _torch_ranks
 from castwise.study._torch_random import Feed, capture, restore, scattered_seed, seed_all, seeded
 from castwise.study.arms import Arm
 from castwise.study.backend import Blame, Layer
@@ -101,6 +102,11 @@ class TorchRun:
                 f"Task {spec.spelled!r}: model({seed}) gives a {type(model).__name__}. Return a torch.nn.Module."
             )
         self.model = model.to(device)
+        self._rank, self._ranks = 0, 1
+        self._trained = self.model
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+            self._trained = _torch_ranks.Wrapped(self.model)
         self.optimizer = _checked_optimizer(self._spec.optimizer(self.model), self.model, spec.spelled)
         self.scheduler = spec.scheduler(self.optimizer, steps)
         if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
@@ -109,13 +115,13 @@ class TorchRun:
             )
         # An arm must stay what it is said to be: nothing is raised while it runs.
         policy = replace(arm.policy, guard=GuardConfig(enabled=False))
-        self.amp = Amp(self.model, self.optimizer, policy, scheduler=self.scheduler, accumulate=spec.accumulate)
+        self.amp = Amp(self._trained, self.optimizer, policy, scheduler=self.scheduler, accumulate=spec.accumulate)
         self._feed = Feed(self._spec.batches, seed, task=spec.spelled)
         self._step = 0
         self.emulated = self.amp.emulated
         self.memory: dict[str, int] = {}
         self._recent: Any = None
-        seed_all(scattered_seed(seed, _TRAIN))
+        seed_all(scattered_seed(seed, _TRAIN, *([self._rank] if self._rank else [])))
 
     # ---- training ----
 
@@ -151,9 +157,14 @@ class TorchRun:
         return self._recent
 
     def _micro_step(self, batch: Any, results: list[Any]) -> Tensor:
+        share = 1.0
+        if self._ranks > 1:
+            batch, share = _torch_ranks.part_of(batch, self._rank, self._ranks, self._spec.spelled)
         with self.amp:
-            loss = self._spec.loss(self.model, batch)
+            loss = self._spec.loss(self._trained, batch)
         loss = _checked_loss(loss, self._spec.spelled)
+        if share != 1.0:
+            loss = loss * share
         with calling(self._spec.spelled, "the backward pass or the optimizer's step"):
             results.append(self.amp.step(loss, clip_norm=self._spec.clip_norm))
         return loss.detach().float().reshape(())
@@ -165,7 +176,8 @@ class TorchRun:
     def _close_interval(
         self, losses: list[Tensor], results: list[Any], samples: int, seconds: float, ending: Ending | None
     ) -> tuple[Interval, Ending | None]:
-        values = torch.stack(losses).double().tolist() if losses else []
+        together = torch.stack(losses).double() if losses else torch.zeros(0)
+        values = (_torch_ranks.mean_of(together) if self._ranks > 1 else together).tolist()
         finite = [value for value in values if math.isfinite(value)]
         taken = results[self._spec.accumulate - 1 :: self._spec.accumulate]  # the calls that could have stepped
         stepped = [bool(result.stepped) for result in taken]
@@ -261,7 +273,7 @@ class TorchRun:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "amp": self.amp.state_dict(),
-            "random": capture(),
+            "random": capture() if self._ranks == 1 else _torch_ranks.all_of(capture()),
             "position": self._feed.position,
             "step": self._step,
             "memory": self.memory,
@@ -282,7 +294,7 @@ class TorchRun:
         self.amp.load_state_dict(data["amp"])
         self._feed.skip_to(data["position"])
         self._step, self.memory = data["step"], data["memory"]
-        restore(data["random"])
+        restore(data["random"] if self._ranks == 1 else data["random"][self._rank])
 
 
 def _checked_optimizer(found: Any, model: nn.Module, task: str) -> torch.optim.Optimizer:

@@ -11,9 +11,12 @@ places.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -69,7 +72,8 @@ def save(amp: Amp, folder: str | os.PathLike[str], extra: dict[str, Any] | None 
     rank, size = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
     state[_PLAIN] = _packed(_plain(amp, extra or {}, size))
     state[f"random/{rank}"] = _packed(generators())
-    write(state, checkpoint_id=partial, process_group=_group(amp), no_dist=ranks is None)
+    with _alone_is_fine():
+        write(state, checkpoint_id=partial, process_group=_group(amp), no_dist=ranks is None)
     if rank == 0:
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
@@ -105,7 +109,8 @@ def load(amp: Amp, folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     missing = sorted(set(target) - set(known))
     if missing:
         raise PolicyError(f"{path} has no {missing[0]}: it belongs to another model or optimizer.")
-    read(target, checkpoint_id=path, process_group=_group(amp), no_dist=amp._ranks is None)
+    with _alone_is_fine():
+        read(target, checkpoint_id=path, process_group=_group(amp), no_dist=amp._ranks is None)
     _take(amp, target, plain, known)
     rank = amp._ranks.rank if amp._ranks is not None else 0
     _restore_random(_read_plain(path, known, f"random/{rank % plain['ranks']}"), rank, plain["ranks"])
@@ -234,7 +239,8 @@ def _read_plain(path: Path, known: dict[str, Any], key: str) -> Any:
     if key not in known:
         raise PolicyError(f"{path}: this is no checkpoint of castwise.torch.distributed.save; it has no {key!r}.")
     target = {key: torch.empty(known[key].size, dtype=torch.uint8)}
-    read(target, checkpoint_id=path, no_dist=True)
+    with _alone_is_fine():
+        read(target, checkpoint_id=path, no_dist=True)
     return torch.load(io.BytesIO(target[key].numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
@@ -243,6 +249,14 @@ def _restore_random(state: Any, rank: int, saved: int) -> None:
     restore_generators(state)
     if rank >= saved:
         torch.manual_seed(int(torch.randint(2**62, ())) + rank)
+
+
+@contextlib.contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """torch warns where a single process saves or loads, which is what this one means to do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
