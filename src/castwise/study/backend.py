@@ -1,7 +1,8 @@
 """What a framework must provide to be studied: train one run in steps that can be saved, and look into its layers.
 
-The study itself (order of runs, storage, statistics, verdict, report) knows no framework. ``torch_backend`` is the
-first implementation; another one is a module with these methods and a line in ``_BACKENDS``.
+The study itself (order of runs, storage, statistics, verdict, report) knows no framework. ``torch_backend``,
+``jax_backend`` and ``keras_backend`` are implementations; another one is a module with these methods and a line in
+``_BACKENDS``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from castwise.study.records import Ending, Evaluation, Interval
 
 __all__ = ["Backend", "Blame", "Layer", "Run", "backend_for"]
 
-_BACKENDS: Mapping[str, str] = {"torch": "castwise.study.torch_backend:TorchBackend"}
+_BACKENDS: Mapping[str, str] = {
+    "torch": "castwise.study.torch_backend:TorchBackend",
+    "jax": "castwise.study.jax_backend:JaxBackend",
+    "keras": "castwise.study.keras_backend:KerasBackend",
+}
 
 
 @dataclass(frozen=True, slots=True)

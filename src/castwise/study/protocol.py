@@ -62,7 +62,8 @@ class Task(Protocol):
     - ``resolution``: the smallest step of the metric, such as 1/N for an accuracy over N samples; default measured;
     - ``steps`` (300), ``seeds`` (5), ``evaluate_every`` (steps / 10), ``min_steps`` (100: fewer steps never make an
       arm safe);
-    - ``clip_norm`` (None), ``accumulate`` (1), ``framework`` ("torch");
+    - ``clip_norm`` (None), ``accumulate`` (1), ``framework`` ("torch"; for "jax", ``jax_backend`` says how the methods
+      read: parameters for a model, an optax optimizer, functions that JAX traces);
     - ``threads``: CPU threads, default the framework's; 1 for small models, which more threads only slow down;
     - ``layers``: glob patterns of layer paths by kind (``embedding``, ``norm``, ``head``), where the types do not tell.
 
