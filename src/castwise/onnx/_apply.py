@@ -66,6 +66,7 @@ class _Writer:
     def run(self) -> Applied:
         self.low = self.captured.low
         self.taken = set(self.captured.tree.names)
+        self.node_names = {node.id for node in self.captured.tree.nodes()}
         self._collect()
         top = self.captured.tree.top
         self._scope(top, self.model.graph)
@@ -236,7 +237,11 @@ class _Writer:
         )
 
     def _node_name(self, output: str) -> str:
-        return f"{output}_cast"
+        name, count = f"{output}_cast", 1
+        while name in self.node_names:
+            name, count = f"{output}_{count}_cast", count + 1
+        self.node_names.add(name)
+        return name
 
     def _is_dead(self, proto: onnx.NodeProto) -> bool:
         """Whether it is a widening cast of the model's own whose readers all take the 16-bit tensor now."""
@@ -274,11 +279,8 @@ class _Writer:
         if self.low in wanted:
             rounded = numpy_helper.from_array(narrow(constant_array(proto), self.captured.fmt))
             name = self.name(value, self.low)
-            made.append(
-                helper.make_node(
-                    "Constant", [], [name], f"{proto.name}_{self.captured.fmt}" if made else proto.name, value=rounded
-                )
-            )
+            own = self._node_name(name) if made else proto.name
+            made.append(helper.make_node("Constant", [], [name], own, value=rounded))
         return made
 
     def _initializer(self, value: Value, graph: onnx.GraphProto) -> None:

@@ -22,7 +22,7 @@ import onnx
 from castwise.catalogue import PRODUCTS, OpClass, load_catalogue
 from castwise.graph import Graph, GraphBuilder, Kind
 from castwise.onnx._scopes import Node, Scope, Tree, Value
-from castwise.onnx._slots import ELEMENT, Slots, hands_on, slots_of
+from castwise.onnx._slots import ELEMENT, Slots, casts_to, hands_on, slots_of
 
 __all__ = ["Captured", "capture"]
 
@@ -86,8 +86,9 @@ class _Capture:
         self.known: set[Value] = set()
         self.leaving = {value for value in self.tree.top.outputs if value is not None}
         self.readers = _count_readers(self.tree)
+        casts = casts_to(self.fmt, self.tree.opsets)
         for value in self.tree.top.values.values():
-            if value.origin == "input" and value.floating and not self.keep_io:
+            if value.origin == "input" and value.floating and not self.keep_io and casts:
                 self._op(f"input:{value.name}", _PASSES_ON, [], [value])
         self._scope(self.tree.top)
         graph = self.build.build()

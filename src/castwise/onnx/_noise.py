@@ -30,7 +30,7 @@ __all__ = ["Noise"]
 log = logging.getLogger("castwise.onnx")
 
 _MEASUREMENTS = 3
-_LEAST, _SHARE, _MOST_SIGNED, _MOST_SINGLE = 8, 14, 12, 32
+_LEAST, _SHARE, _MOST = 8, 14, 32
 """Of the runs of a measurement with all signs, and with single tensors: one for so many tensors, within these bounds;
 half as many where it is not the first."""
 _RUNS = 40
@@ -92,9 +92,8 @@ class Noise:
             dials[places] = values
             return run(dials)
 
-        count, fewer = max(_LEAST, len(places) // _SHARE), 2 if self._times else 1
-        signed, single = min(_MOST_SIGNED, count) // fewer, min(_MOST_SINGLE, count) // fewer
-        amounts, alone = contributions(some, len(places), signed, single, allowed)
+        count = min(_MOST, max(_LEAST, len(places) // _SHARE)) // (2 if self._times else 1)
+        amounts, alone = contributions(some, len(places), count, count, allowed)
         for place, amount, seen_alone in zip(places, amounts, alone, strict=True):
             path = self._paths[place]
             if seen_alone or path not in self._alone:

@@ -16,7 +16,7 @@ import onnx
 from castwise.catalogue import Mixed, OpClass, OpEntry, load_catalogue
 from castwise.onnx._scopes import CONTROL, Node, Value, operand_types, schema_of
 
-__all__ = ["ELEMENT", "Slots", "hands_on", "slots_of"]
+__all__ = ["ELEMENT", "Slots", "casts_to", "hands_on", "slots_of"]
 
 ELEMENT = {"fp32": onnx.TensorProto.FLOAT, "fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
 """ONNX's element type of each format that a node can be given."""
@@ -88,6 +88,15 @@ def hands_on(node: Node, fmt: str, opsets: Mapping[str, int]) -> bool:
     """Whether a node that holds graphs can hand on tensors of ``fmt``, in the version that the model imports."""
     schema = schema_of(node, opsets)
     return schema is not None and any(_TYPE[fmt] in item.allowed_type_strs for item in schema.type_constraints)
+
+
+def casts_to(fmt: str, opsets: Mapping[str, int]) -> bool:
+    """Whether tensors of ``fmt`` can be cast at all in the version that the model imports."""
+    try:
+        schema = onnx.defs.get_schema("Cast", opsets.get("", 0), "")
+    except onnx.defs.SchemaError:
+        return False
+    return any(_TYPE[fmt] in item.allowed_type_strs for item in schema.type_constraints)
 
 
 def _has_floats(value: Value | None) -> bool:

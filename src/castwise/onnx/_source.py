@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import external_data_helper, numpy_helper
+from onnx import external_data_helper, helper, numpy_helper
 
 from castwise.onnx._errors import ConversionError
 
@@ -141,6 +141,7 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
         order.append(dense.name)
         skeleton.graph.initializer.append(dense)
         notes.append(f"sparse initializer {dense.name!r} is stored densely")
+    notes += _densified(skeleton, name)
     for graph in subgraphs(skeleton.graph):
         for tensor in graph.initializer:
             if external_data_helper.uses_external_data(tensor):
@@ -258,6 +259,20 @@ def _whole(entry: Mapping[str, str], key: str, default: int, tensor: onnx.Tensor
             "Export the model again."
         )
     return int(text)
+
+
+def _densified(model: onnx.ModelProto, name: str) -> list[str]:
+    """Let Constant nodes hold their sparse values densely, in place. Returns what was changed, in words."""
+    notes = []
+    outer: list[onnx.GraphProto | onnx.FunctionProto] = [model.graph, *model.functions]
+    for graph in (*outer, *(inner for each in outer for inner in subgraphs(each))):
+        for node in graph.node:
+            for attribute in node.attribute:
+                if node.op_type == "Constant" and attribute.name == "sparse_value":
+                    value = helper.make_attribute("value", _dense(attribute.sparse_tensor, name))
+                    attribute.CopyFrom(value)
+                    notes.append(f"sparse constant {node.output[0]!r} is stored densely")
+    return notes
 
 
 def _dense(sparse: onnx.SparseTensorProto, name: str) -> onnx.TensorProto:

@@ -244,7 +244,14 @@ class Work:
         for _ in range(_MOST_LOADS):
             captured = self._captured()
             search = self._search(captured)
-            plan = search.run()
+            try:
+                plan = search.run()
+            except RuntimeError as error:  # the model ran and its plan does not: a fault of the evaluator's engine
+                self.notes.append(f"a plan could not be tried, so the result is not verified: {_short(error)}")
+                log.warning("%s: %s", self.source.name, self.notes[-1])
+                self.evaluator = None
+                search = self._search(captured)
+                plan = search.run()
             applied = apply(captured, self.skeleton, search.labels(plan))
             try:
                 check(applied.model, f"{self.source.name} (converted)")
