@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ._gradients import local
 from .attribution_trees import tensors_in
 
 
@@ -42,6 +43,7 @@ class Values:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor | None:
+    x = local(x)  # to look at other ranks' shards would take a collective, and these ranks look elsewhere
     if not (x.is_floating_point() or x.is_complex()) or x.numel() == 0 or x.device.type == "meta":
         return None
     if x.layout is torch.sparse_coo:
