@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from castwise.errors import NonFiniteError
 from castwise.policy import LayerRule, Policy
 from castwise.torch import Amp, GradScaler, distributed
 
@@ -157,6 +158,39 @@ def overflow(rank: int, ranks: int, engine: str, guilty: int) -> list[Any]:
         found.append((result.stepped, result.reason.partition(";")[0], amp.loss_scale))
     total = sum(float(_whole(p).double().sum()) for p in model.parameters())
     return [found, total, [(e.step, e.name) for e in amp.events]]
+
+
+def broken(rank: int, ranks: int) -> tuple[str, list[Any]]:
+    """What the guard of a sharded model does and says where one rank's loss is NaN from the third step on."""
+    logging.disable(logging.CRITICAL)
+    policy = Policy.from_dict({"format": "float16", "guard": {"stop_after": 2}})
+    model = spread("fsdp", policy)
+    amp = amp_of(model, policy)
+    message = ""
+    try:
+        for number, batch in enumerate(batches(6)):
+            with amp:
+                loss = loss_of(model, batch.chunk(ranks)[rank])
+                if number >= 2 and rank == 1:
+                    loss = loss * torch.nan
+            amp.step(loss)
+    except NonFiniteError as error:
+        message = str(error)
+    return message, [(e.step, e.name, e.message) for e in amp.events]
+
+
+def unsynchronised(rank: int, ranks: int, engine: str) -> float:
+    """The norm of the gradients of two half batches that were added up by hand before they were sent."""
+    model = spread(engine, policy_of("float32"))
+    amp = amp_of(model, policy_of("float32"))
+    first, second = batches(1)[0].chunk(ranks)[rank].chunk(2)
+    with distributed.no_sync(model):
+        with amp:
+            loss = loss_of(model, first) / 2
+        amp.backward(loss)
+    with amp:
+        loss = loss_of(model, second) / 2
+    return amp.step(loss).grad_norm
 
 
 def _whole(x: Any) -> torch.Tensor:

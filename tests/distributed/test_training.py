@@ -65,6 +65,12 @@ def test_micro_batches_add_up_before_they_are_sent(ranks: Any, alone: Any, engin
     assert furthest(found[0], alone("float32")) < 2e-6
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_gradients_stay_on_their_rank_until_they_are_all_there(ranks: Any, engine: str) -> None:
+    expected = ranks(2, "curve", "ddp", policy("float32"), count=1)[0][0][1]
+    assert all(math.isclose(norm, expected, rel_tol=1e-5) for norm in ranks(2, "unsynchronised", engine))
+
+
 @pytest.mark.parametrize("mode", ["master", "split", "kahan", "stochastic"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_16_bit_parameters_are_kept_on_ranks_as_on_one(ranks: Any, engine: str, mode: str) -> None:
@@ -97,6 +103,11 @@ def test_all_ranks_skip_together_when_one_overflows(ranks: Any, engine: str, siz
     assert [step for step, _, _ in steps] == [True, True, False, True, True, True]
     assert all(one == found[0] for one in found)  # reasons, scales, weights and what the guard did
     assert math.isfinite(found[0][1])
+
+
+def test_the_guard_of_shards_stops_all_ranks_with_the_same_words(ranks: Any) -> None:
+    first, second = ranks(2, "broken")
+    assert first == second and "on rank 1, the loss is nan" in first[0]
 
 
 def test_a_grad_scaler_skips_on_all_ranks_when_one_shard_overflows(ranks: Any) -> None:

@@ -43,7 +43,7 @@ class Packing:
             return x.to(self.dtype).view(torch.uint8)
         blocks = x.view(rows, count // BLOCK, BLOCK)
         powers = self._powers(blocks)
-        scaled = torch.ldexp(blocks, powers.unsqueeze(-1)).to(self.dtype)
+        scaled = blocks.mul(power_of_two(powers).unsqueeze(-1)).to(self.dtype)
         values = scaled.view(rows, count).view(torch.uint8)
         return torch.cat([values, powers.to(torch.int8).view(torch.uint8)], dim=1)
 
@@ -56,12 +56,15 @@ class Packing:
         values = message[:, :end].contiguous().view(self.dtype).to(torch.float32)
         powers = message[:, end:].contiguous().view(torch.int8).to(torch.int32)
         blocks = values.view(rows, count // BLOCK, BLOCK)
-        return torch.ldexp(blocks, -powers.unsqueeze(-1)).view(rows, count)
+        return blocks.mul_(power_of_two(-powers).unsqueeze(-1)).view(rows, count)
 
     def _powers(self, blocks: torch.Tensor) -> torch.Tensor:
-        largest = blocks.abs().amax(dim=-1)
-        powers = powers_for(largest, self.dtype)
-        return powers.clamp_(-_MOST, _MOST)
+        return powers_for(torch.maximum(blocks.amax(dim=-1), -blocks.amin(dim=-1)), self.dtype)
+
+
+def power_of_two(powers: torch.Tensor) -> torch.Tensor:
+    """2.0**powers for int32 powers of up to `_MOST` either way: the bits of a float32 are its exponent's."""
+    return powers.add(127).bitwise_left_shift_(23).view(torch.float32)
 
 
 def powers_for(largest: torch.Tensor, dtype: torch.dtype, summands: int = 1) -> torch.Tensor:
@@ -74,4 +77,4 @@ def powers_for(largest: torch.Tensor, dtype: torch.dtype, summands: int = 1) -> 
     known = largest.isfinite() & (largest > 0)
     exponents = torch.frexp(torch.where(known, largest, 1.0)).exponent
     powers = _TOP[dtype] - exponents - (summands - 1).bit_length()
-    return torch.where(known, powers, 0).clamp(-_MOST, _MOST)
+    return torch.where(known, powers, 0).clamp_(-_MOST, _MOST).to(torch.int32)

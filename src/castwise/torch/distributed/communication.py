@@ -27,7 +27,7 @@ from castwise.formats import FP32, parse_format
 from castwise.torch.emulation import dtype_of
 
 from .._ranks import sharded_modules
-from ._packing import Packing, powers_for
+from ._packing import Packing, power_of_two, powers_for
 
 __all__ = ["compress", "is_compressed"]
 
@@ -236,14 +236,14 @@ class _NarrowHook:
 
 def _scaled(x: torch.Tensor, power: torch.Tensor, dtype: torch.dtype, ranks: int) -> torch.Tensor:
     # bfloat16 is divided before, as nothing else keeps the sum of its largest values in range.
-    return x / ranks if dtype is torch.bfloat16 else torch.ldexp(x, power)
+    return x / ranks if dtype is torch.bfloat16 else x * power_of_two(power)
 
 
 def _unscaled(low: torch.Tensor, power: torch.Tensor, dtype: torch.dtype, ranks: int) -> torch.Tensor:
     wide = low.to(torch.float32)
     if dtype is torch.bfloat16:
         return wide
-    return wide.ldexp_(-power).div_(ranks)
+    return wide.mul_(power_of_two(-power)).div_(ranks)
 
 
 class _ReduceScatter:
