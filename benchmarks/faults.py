@@ -2,8 +2,9 @@
 
     python benchmarks/faults.py                        # every layer and fault; 100 healthy steps per kind and format
     python benchmarks/faults.py --healthy 1000 --kinds gpt,t5
-    python benchmarks/faults.py --compiled aot_eager   # each fault in another layer, through torch.compile
-    python benchmarks/faults.py --planned              # through a plan that computes all that may be in float16
+    python benchmarks/faults.py --sample               # each fault once in each kind, in another layer each
+    python benchmarks/faults.py --sample --compiled aot_eager   # through torch.compile
+    python benchmarks/faults.py --sample --planned              # through a plan that computes all it may in float16
 
 Faults enter through data, weights, or an operation put into a layer's own forward; never through a hook of Castwise.
 A plan fixes a model's operations, so there the operation stands in every layer, and a buffer turns it on.
@@ -31,12 +32,16 @@ from _faults import FAULTS, SWITCHED, Fault, Search, Switches, put_into
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from castwise.cost import roofline
 from castwise.errors import CastwiseError
 from castwise.guard import Kind as Cause
+from castwise.hardware import get_device
 from castwise.plan import Plan
 from castwise.policy import Policy
+from castwise.risk import Risks
 from castwise.torch import Amp
-from castwise.torch.planning import prepare
+from castwise.torch.capture import capture
+from castwise.torch.planning import Prepared
 
 STOP_AFTER = 3
 
@@ -113,10 +118,15 @@ def plan_of(kind: Kind, fmt: str, seed: int) -> Plan:
     """A plan that computes in 16 bits whatever may be, as if that gained much and casts cost nothing."""
     model = kind.make(Namer(seed))
     add_switches(model)
-    ready = prepare(model, kind.batch(torch.Generator().manual_seed(0))[0], policy=fmt, device="t4")
-    costs = ready.costs
-    high = costs.high + 1.0
-    return replace(ready, costs=replace(costs, high=high, down=costs.down * 0.0, up=costs.up * 0.0)).solve()
+    batch = kind.batch(torch.Generator().manual_seed(0))[0]
+    captured = capture(model, batch, training=True)
+    policy, device = Policy.preset(fmt), get_device("t4" if fmt == "float16" else "h100")
+    assert device is not None
+    narrow = policy.low_format.name
+    costs = roofline(captured.graph, device, narrow)
+    costs = replace(costs, high=costs.high + 1.0, down=costs.down * 0.0, up=costs.up * 0.0)
+    risks = Risks.unmeasured(captured.graph, narrow)
+    return Prepared(captured, costs, risks, policy, (batch,), (), "cpu").solve()
 
 
 @functools.cache
@@ -164,7 +174,7 @@ def each_in_another_layer(found: list[tuple[Fault, str]]) -> list[tuple[Fault, s
     layers: dict[str, list[tuple[Fault, str]]] = collections.defaultdict(list)
     for fault, layer in found:
         layers[fault.name].append((fault, layer))
-    return [places[i % len(places)] for i, places in enumerate(layers.values())]
+    return [places[(3 * i) % len(places)] for i, places in enumerate(layers.values())]
 
 
 def attempt(kind: Kind, fault: Fault, layer: str, seed: int, how: str = "") -> tuple[str, bool, str]:
@@ -250,10 +260,11 @@ def healthy(kind: Kind, fmt: str, steps: int, how: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(kind.name for kind in KINDS), help="comma-separated")
+    parser.add_argument("--sample", action="store_true", help="each fault once in each kind, in another layer each")
     parser.add_argument("--every", type=int, default=1, help="break only every n-th case")
     parser.add_argument("--healthy", type=int, default=100, help="healthy steps of each kind and format")
     parser.add_argument("--seed", type=int, default=0, help="of the module names and the data")
-    parser.add_argument("--compiled", default="", metavar="BACKEND", help="one layer per fault, through torch.compile")
+    parser.add_argument("--compiled", default="", metavar="BACKEND", help="through torch.compile")
     parser.add_argument("--planned", action="store_true", help="through a plan")
     args = parser.parse_args()
     logging.getLogger("castwise").setLevel(logging.CRITICAL)
@@ -270,7 +281,7 @@ def main() -> int:
         tally: collections.Counter[str] = collections.Counter()
         wrong: list[str] = []
         chosen = list(cases(kind, args.seed, how))
-        chosen = (each_in_another_layer(chosen) if args.compiled else chosen)[:: args.every]
+        chosen = (each_in_another_layer(chosen) if args.sample else chosen)[:: args.every]
         for fault, layer in chosen:
             verdict, recovered, said = attempt(kind, fault, layer, args.seed, how)
             tally[verdict] += 1

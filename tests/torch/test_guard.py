@@ -272,6 +272,39 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path) -> None:
     assert [(e.step, e.name) for e in whole.events if e.step >= 6] == [(e.step, e.name) for e in second.events]
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_run_resumed_between_micro_batches_finds_what_broke_before_and_after(tmp_path: Path, broken: int) -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.inner[1](self.inner[0](batch["x"]).square() / 8.0)  # type: ignore[no-any-return]
+
+    def begun() -> Amp:
+        torch.manual_seed(0)
+        model = Squares()
+        return Amp(model, torch.optim.SGD(model.parameters(), 1e-3), policy("float16", patience=0), accumulate=2)
+
+    def micro_batch(amp: Amp, number: int) -> None:
+        x = torch.ones(2, 4) * (6000.0 if number == broken else 1.0)
+        with amp:
+            loss = amp.model({"x": x}).float().mean() * 1e-6
+        amp.step(loss)
+
+    whole, first, second = begun(), begun(), begun()
+    micro_batch(whole, 0)
+    micro_batch(first, 0)
+    first.save(tmp_path / "run.pt")
+    second.load(tmp_path / "run.pt")
+    for amp in (whole, second):
+        micro_batch(amp, 1)
+    told = [[(e.step, e.name, e.data.get("layer"), e.data.get("line")) for e in amp.events] for amp in (whole, second)]
+    assert told[0] == told[1] and "raise" in {name for _, name, _, _ in told[0]}
+    assert second.policy == whole.policy
+
+
 def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(PolicyError, match=r"other\.pt"):

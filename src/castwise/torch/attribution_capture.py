@@ -60,6 +60,21 @@ class Call:
         return self.versions != _versions(self.args, self.kwargs)
 
 
+class Memory:
+    """The memory of a tensor without its graph, which must not outlive the step. Taking hold of it is no operation."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        plain = type(x) in (torch.Tensor, nn.Parameter)
+        self._kept = (x.untyped_storage(), x.dtype, x.storage_offset(), x.shape, x.stride()) if plain else x.detach()
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor on that memory."""
+        if isinstance(self._kept, torch.Tensor):
+            return self._kept
+        storage, dtype, offset, shape, stride = self._kept
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
+
+
 class Recorder:
     """Keeps the calls of a model that are made while it listens, until they are forgotten."""
 
@@ -112,6 +127,31 @@ class Recorder:
         """The calls that the loss was made of: not those whose outputs wait for gradients while others got theirs."""
         served = {call.step for call in self.calls if call.gradients}
         return [c for c in self.calls if c.gradients or not c.differentiable or c.step not in served]
+
+    def state(self) -> list[dict[str, Any]] | None:
+        """What is kept of the step that is under way, for a checkpoint between its micro-batches.
+
+        None where a call was given what no checkpoint that can be loaded safely holds.
+        """
+        calls = self.used()
+        if not all(_plain((call.args, call.kwargs)) and not call.overwritten for call in calls):
+            return None
+        kept = ("path", "args", "kwargs", "generators", "buffers", "step", "differentiable", "gradients")
+        return [mapped({name: getattr(call, name) for name in kept}, lambda x: x.detach().clone()) for call in calls]
+
+    def load_state(self, state: list[dict[str, Any]] | None) -> None:
+        """Go on with what `state` gave."""
+        self.calls.clear()
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        for kept in state or ():
+            given = mapped((kept["args"], kept["kwargs"]), lambda x: x.to(device))
+            gradients = {place: g.to(device) for place, g in kept["gradients"].items()}
+            versions = _versions(*given)
+            rest = {name: kept[name] for name in ("path", "generators", "buffers", "step", "differentiable")}
+            module = self.model.get_submodule(kept["path"])
+            self.calls.append(
+                Call(module=module, args=given[0], kwargs=given[1], versions=versions, gradients=gradients, **rest)
+            )
 
     def fade(self, before: int) -> None:
         """Let go of the calls of steps before a number, and of the gradients that the others' outputs received."""
@@ -218,6 +258,15 @@ def _entrances(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if module is model or container:
             waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     return list(found.values())
+
+
+def _plain(tree: Any) -> bool:
+    """Whether a tree is made of tensors and of what Python itself has: what loads without running code."""
+    if isinstance(tree, dict):
+        return type(tree) is dict and all(map(_plain, tree)) and all(map(_plain, tree.values()))
+    if isinstance(tree, list | tuple):
+        return type(tree) in (list, tuple) and all(map(_plain, tree))
+    return tree is None or type(tree) in (torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes)
 
 
 def _copied(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from castwise import guard
 from castwise.errors import CastwiseError, NonFiniteError
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 from .advice import advise
 from .attribution import attribute, live_finding, outside
-from .attribution_capture import Call, Recorder
+from .attribution_capture import Call, Memory, Recorder
 from .attribution_ranks import common_finding
 from .attribution_replay import Replay
 from .attribution_trace import Source, Trace
@@ -62,24 +61,21 @@ class Guard:
         self.recorder = Recorder(amp.model)
         self.finding: Finding | None = None
         self._ranks = amp._ranks
-        # Each repetition would gather and scatter, while ranks stop theirs where they find something: they would hang.
-        # And gathered parameters lie in memory that holds anything at first, which a trace takes for a fault.
-        self._sharded = self._ranks is not None and bool(self._ranks.shards)
-        self._told_unrepeatable = False
         self._replay = Replay(amp.model, amp.planned, self._ranks)
         # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
         self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
-        self._losses: deque[tuple[int, _Memory]] = deque()
+        self._losses: deque[tuple[int, Memory]] = deque()
         self._last_loss: torch.Tensor | None = None
         self._alert = 0
         self._trace: Trace | None = None
         self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers_of = -1  # the step at whose beginning they were like this
 
     # ---- around a step -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """A region of training is entered."""
-        if self.step % _BUFFERS_EVERY == 0 and not self.recorder.calls:
+        if self.step % _BUFFERS_EVERY == 0 and self._buffers_of != self.step:
             self._keep_buffers()
         self.recorder.listen()
         if self._alert and torch.is_grad_enabled():
@@ -93,7 +89,7 @@ class Guard:
 
     def backward(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Around the backward of one loss."""
-        self._losses.append((self.step, _Memory(loss)))
+        self._losses.append((self.step, Memory(loss)))
         self._last_loss = loss
         return contextlib.nullcontext() if self._trace is None else self._traced_backward(self._trace)
 
@@ -231,7 +227,7 @@ class Guard:
         if found[0].kind is Kind.UNKNOWN and useful and finite:
             # What the loss sends back overflows while a lower scale is to be had: that is what the scale is for.
             found = replace(found[0], kind=Kind.SCALE, finite_scale=useful[0]), found[1]
-        if found[0].kind is Kind.UNKNOWN and not self._sharded:
+        if found[0].kind is Kind.UNKNOWN:
             self._alert, self.recorder.careful = _ALERT_STEPS + 1, True
         before = self.state.helpless > 0 or self.state.bad_losses > 1
         again = before and self.finding is not None and self.finding.place == found[0].place
@@ -303,19 +299,8 @@ class Guard:
 
     def _alike(self, calls: int) -> bool:
         """Whether a step of so many calls (-1: they cannot be repeated) can be repeated on all ranks in step."""
-        if self._sharded:
-            self._tell_unrepeatable()
-            return False
         counts = [calls] if self._ranks is None else self._ranks.gather(calls)
         return calls >= 0 and counts.count(calls) == len(counts)
-
-    def _tell_unrepeatable(self) -> None:
-        if not self._told_unrepeatable:
-            self._told_unrepeatable = True
-            log.warning(
-                "a step of a model under fully_shard is not repeated: the guard skips, lowers the scale and stops on "
-                "all ranks, but looks for no layer. Run the step on one device to find it."
-            )
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
@@ -328,6 +313,7 @@ class Guard:
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
     def _keep_buffers(self) -> None:
+        self._buffers_of = self.step
         with torch.no_grad():
             for name, b in self.model.named_buffers():
                 if b.is_floating_point() and b.layout is torch.strided and bool(b.isfinite().all()):
@@ -372,9 +358,17 @@ class Guard:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on."""
-        buffers = {name: b.clone() for name, b in self._buffers.items()}
-        return {**self.state.to_dict(), "step": self.step, "alert": self._alert, "buffers": buffers}
+        """Everything that later decisions depend on; between micro-batches, the calls so far too."""
+        begun = [loss.tensor().clone() for step, loss in self._losses if step == self.step]
+        return {
+            **self.state.to_dict(),
+            "step": self.step,
+            "alert": self._alert,
+            "buffers": {name: b.clone() for name, b in self._buffers.items()},
+            "buffers_of": self._buffers_of,
+            "losses": begun,
+            "calls": self.recorder.state() if begun else None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the guard that was saved would have."""
@@ -385,23 +379,11 @@ class Guard:
         self.recorder.step, self.recorder.careful = self.step, self._alert > 0
         places = dict(self.model.named_buffers())
         self._buffers = {n: b.to(places[n].device, copy=True) for n, b in state["buffers"].items() if n in places}
+        self._buffers_of = int(state.get("buffers_of", self.step))
+        self._losses = deque((self.step, Memory(loss)) for loss in state.get("losses", ()))
+        self.recorder.load_state(state.get("calls"))
         if self._remedy is not None:
             self._remedy.apply(loaded.raised)
-
-
-class _Memory:
-    """The memory of a tensor without its graph, which must not outlive the step. Taking hold of it is no operation."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        plain = type(x) in (torch.Tensor, nn.Parameter)
-        self._kept = (x.untyped_storage(), x.dtype, x.storage_offset(), x.shape, x.stride()) if plain else x.detach()
-
-    def tensor(self) -> torch.Tensor:
-        """A tensor on that memory."""
-        if isinstance(self._kept, torch.Tensor):
-            return self._kept
-        storage, dtype, offset, shape, stride = self._kept
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 def _named(one: Raised) -> str:
