@@ -61,6 +61,10 @@ class Guard:
         self.recorder = Recorder(amp.model)
         self.finding: Finding | None = None
         self._ranks = amp._ranks
+        # Each repetition would gather and scatter, while ranks stop theirs where they find something: they would hang.
+        # And gathered parameters lie in memory that holds anything at first, which a trace takes for a fault.
+        self._sharded = self._ranks is not None and bool(self._ranks.shards)
+        self._told_unrepeatable = False
         self._replay = Replay(amp.model, amp.planned, self._ranks)
         # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
         self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
@@ -227,7 +231,7 @@ class Guard:
         if found[0].kind is Kind.UNKNOWN and useful and finite:
             # What the loss sends back overflows while a lower scale is to be had: that is what the scale is for.
             found = replace(found[0], kind=Kind.SCALE, finite_scale=useful[0]), found[1]
-        if found[0].kind is Kind.UNKNOWN:
+        if found[0].kind is Kind.UNKNOWN and not self._sharded:
             self._alert, self.recorder.careful = _ALERT_STEPS + 1, True
         before = self.state.helpless > 0 or self.state.bad_losses > 1
         again = before and self.finding is not None and self.finding.place == found[0].place
@@ -299,8 +303,19 @@ class Guard:
 
     def _alike(self, calls: int) -> bool:
         """Whether a step of so many calls (-1: they cannot be repeated) can be repeated on all ranks in step."""
+        if self._sharded:
+            self._tell_unrepeatable()
+            return False
         counts = [calls] if self._ranks is None else self._ranks.gather(calls)
         return calls >= 0 and counts.count(calls) == len(counts)
+
+    def _tell_unrepeatable(self) -> None:
+        if not self._told_unrepeatable:
+            self._told_unrepeatable = True
+            log.warning(
+                "a step of a model under fully_shard is not repeated: the guard skips, lowers the scale and stops on "
+                "all ranks, but looks for no layer. Run the step on one device to find it."
+            )
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
