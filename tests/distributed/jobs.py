@@ -80,6 +80,9 @@ def spread(engine: str, policy: Policy, dtype: torch.dtype = torch.float32, wide
         return distributed.shard(
             model, policy, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         )
+    if engine == "grid":  # rows of shards, columns of tensor parallelism
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "columns"))
+        return distributed.shard(tensor_parallel(model, mesh["columns"]), policy, mesh=mesh["shards"])
     return tensor_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
@@ -122,6 +125,9 @@ def curve(rank: int, ranks: int, engine: str, policy: Policy, count: int = 6, **
     wide_sums = options.pop("wide_sums", True)
     model = spread(engine, policy, dtype, wide_sums)
     amp = amp_of(model, policy, **options)
+    if engine == "grid":
+        found = steps(amp, model, batches(count), rank // 2, 2, micro)
+        return [(loss / 2, norm, stepped) for loss, norm, stepped in found]  # four ranks' losses, two of them twice
     if engine in ("one", "tp"):
         return steps(amp, model, batches(count), 0, 1, micro)
     return steps(amp, model, batches(count), rank, ranks, micro)

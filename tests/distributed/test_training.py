@@ -37,7 +37,9 @@ def furthest(found: Losses, expected: Losses) -> float:
     return max(abs(a[0] / b[0] - 1) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(("engine", "size"), [("ddp", 2), ("fsdp", 2), ("tp", 2), ("ddp", 4), ("fsdp", 4), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("engine", "size"), [("ddp", 2), ("fsdp", 2), ("tp", 2), ("ddp", 4), ("fsdp", 4), ("hsdp", 4), ("grid", 4)]
+)
 def test_ranks_follow_one_process_to_float32s_rounding(ranks: Any, alone: Any, engine: str, size: int) -> None:
     found = ranks(size, "curve", engine, policy("float32"))
     assert furthest(found[0], alone("float32")) < 2e-6
