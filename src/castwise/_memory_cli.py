@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from castwise._load import is_object_spec, load_object
+from castwise._model_spec import add_model, example_inputs
 from castwise._units import show_bytes
 from castwise.errors import CastwiseError, PolicyError
 from castwise.hardware import Device, detect, get_device
@@ -24,15 +25,9 @@ _PRECISIONS = "fp32,fp16,bf16"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``castwise memory``."""
-    parser.add_argument(
-        "model",
-        metavar="TASK|file.py:Model",
-        help="a study task (digits, text, file.py:Task), or a module class or factory whose `example_inputs` says what "
-        "it is called with; its output's `loss` is trained where there is one",
-    )
+    add_model(parser, "; its output's `loss` is trained where there is one")
     parser.add_argument("--batch", type=int, required=True, help="samples of a step")
     parser.add_argument("--seq", type=int, help="positions of a sample (default: as the inputs have them)")
-    parser.add_argument("--device", help="a device of the table, which need not be there (default: this machine)")
     parser.add_argument("--precisions", default=_PRECISIONS, help=f"presets to compare (default: {_PRECISIONS})")
     parser.add_argument(
         "--weights",
@@ -40,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="store parameters in the 16-bit format and keep them so (default: auto, as the model stores them)",
     )
-    parser.add_argument("--optimizer-state", choices=("float32", "bfloat16"), default="float32", help="its format")
+    parser.add_argument(
+        "--optimizer-state", choices=("float32", "bfloat16", "8bit"), default="float32", help="its format"
+    )
     parser.add_argument("--largest", choices=("batch", "seq"), help="also find the largest that fits the device")
 
 
@@ -144,14 +141,7 @@ def _of_module(made: Any, spec: str) -> Workload:
         return model
 
     def batch(samples: int, positions: int | None) -> Any:
-        inputs = getattr(latest[0], "example_inputs", None)
-        inputs = inputs() if callable(inputs) else inputs
-        if inputs is None:
-            raise CastwiseError(
-                f"memory: {spec!r} does not say what it is called with. Give the module an attribute or method "
-                "`example_inputs` that is (or returns) a tensor, a tuple or a mapping."
-            )
-        return _resized(inputs, samples, positions)
+        return _resized(example_inputs(latest[0], spec, CastwiseError), samples, positions)
 
     def loss(model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         if isinstance(inputs, dict):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise._files import write_text
 from castwise._load import is_object_spec, load_object
+from castwise._model_spec import add_model, example_inputs
 from castwise._plan_graph import COLOURS, graph_svg
 from castwise._units import show_seconds
 from castwise.errors import PlanError
@@ -26,13 +27,7 @@ _WIDTH, _HEIGHT = 56, 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``castwise plan``."""
-    parser.add_argument(
-        "model",
-        metavar="TASK|file.py:Model",
-        help="a study task (digits, text, file.py:Task), or a module class or factory whose `example_inputs` says what "
-        "it is called with",
-    )
-    parser.add_argument("--device", help="plan for this device instead of this machine")
+    add_model(parser)
     parser.add_argument("--policy", default="auto", help="a preset or policy file (default: auto)")
     parser.add_argument("--budget", type=float, help="relative error of the outputs that the plan may cause")
     parser.add_argument("--favour", choices=("speed", "memory"), default="speed", help="what to save (default: speed)")
@@ -69,14 +64,7 @@ def _model(spec: str) -> tuple[Any, Any]:
     if callable(made) and not isinstance(made, nn.Module):
         made = made()
     if isinstance(made, nn.Module):
-        inputs = getattr(made, "example_inputs", None)
-        inputs = inputs() if callable(inputs) else inputs
-        if inputs is None:
-            raise PlanError(
-                f"{spec!r} does not say what it is called with. Give the module an attribute or method "
-                "`example_inputs` that is (or returns) a tensor, a tuple or a mapping."
-            )
-        return made, inputs
+        return made, example_inputs(made, spec, PlanError)
     return _of_task(spec)
 
 

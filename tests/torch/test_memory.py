@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from castwise.cli import main
 from castwise.errors import CastwiseError
@@ -103,6 +105,14 @@ def test_each_kind_of_memory_is_what_it_must_be() -> None:
     assert split.optimizer == pytest.approx(4 * count, rel=1e-3)
 
 
+def test_8_bit_state_is_counted_as_what_it_is() -> None:
+    pytest.importorskip("torchao.optim")
+    work = Workload(lambda: nn.Linear(256, 256, bias=False), MLP.batch, lambda m, b: m(b[0]).square().mean(), adamw)
+    work = replace(work, batch=lambda b, _s: (torch.randn(b, 256),))
+    use = predict(work, "bfloat16", batch=4, weights="split", optimizer_state="8bit")
+    assert use.optimizer == pytest.approx(2 * 256 * 256 * (1 + 4 / 256), rel=0.03)
+
+
 def test_a_step_in_16_bits_peaks_at_least_a_third_below_float32() -> None:
     low = predict(TEXT, "bfloat16", batch=64, weights="stochastic", native=True)
     assert low.peak < predict(TEXT, "float32", batch=64).peak * 2 / 3
@@ -144,6 +154,31 @@ def test_the_largest_that_fits_fits_and_is_the_largest_to_3_percent(room: int) -
     found = largest(peak, room)
     assert found == 0 or peak(found) <= room
     assert peak(found + max(1, found // 16) + 1) > room
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("weights", ["auto", "split"])
+def test_checkpointing_and_accumulation_cast_no_weight_twice(checkpointed: bool, weights: str) -> None:
+    model = gpt() if weights == "auto" else gpt().to(torch.bfloat16)
+    table, *blocks, head = model
+    amp = Amp(model, adamw(model), "bfloat16", weights=weights, accumulate=3)
+
+    def loss(batch: Any) -> torch.Tensor:
+        x = table(batch[0])
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+        return F.cross_entropy(head(x).flatten(0, -2).float(), batch[1].flatten())
+
+    made = []
+    for _ in range(6):
+        with amp:
+            value = loss(TEXT.batch(2, 8))
+        amp.step(value)
+        made.append(amp._cache.casts_made)
+    first = made[0]
+    assert first >= 9  # the matrices; in bfloat16 they are widened here, where products are emulated
+    assert made[:3] == [first] * 3  # recomputed and accumulated from the casts of the first micro-batch
+    assert made[3:] == [2 * first] * 3 or made[3:] == [first] * 3  # anew, or refreshed by the step
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from castwise.errors import PolicyError
 
@@ -38,6 +39,8 @@ def load_torchao() -> Any:
             'optimizer_state: "8bit" keeps state in torchao\'s tensors, and torchao cannot be imported '
             f'({error}). Install it (pip install torchao), or use "bfloat16".'
         ) from error
+    with unset_fake_temporarily():  # it makes its maps by reading tensors, once
+        state.get_qmap_signed(), state.get_qmap_unsigned()
     return state.OptimState8bit
 
 

@@ -209,8 +209,8 @@ class FusedStep:
             yield weights
         else:
             limit = _limit(weights[0].weight.device)
-            if weights[0].state_dtype is torch.uint8:  # whole blocks
-                limit = max(BLOCK, limit // BLOCK * BLOCK)
+            if weights[0].state_dtype is torch.uint8:  # whole blocks, and less, as rounding takes more working memory
+                limit = max(BLOCK, limit // 4 // BLOCK * BLOCK)
             yield from _cut(weights, limit)
 
     def _needs_room(self, weights: list[_Weight], update: Update, divisor: float | torch.Tensor) -> bool:

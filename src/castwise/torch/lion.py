@@ -70,6 +70,7 @@ class Lion(Optimizer):
         """The update of one weight, or of a part of one, in place."""
         lr = float(lr)
         if weight_decay:
-            w.mul_(1.0 - lr * weight_decay)
+            # Not times `1 - lr * weight_decay`: in float32 that factor is off, in each step alike.
+            w.add_(w, alpha=-lr * weight_decay)
         w.add_(torch.lerp(average, gradient, 1.0 - betas[0]).sign_(), alpha=-lr)
         average.lerp_(gradient, 1.0 - betas[1])

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from castwise.errors import CastwiseError
 from castwise.policy import Policy
 
+from ._eight_bit import is_eight_bit
 from ._gradients import norm, parameters_of, values_of
 from ._rules import Rules
 from ._updates import UPDATES
@@ -190,6 +191,7 @@ def _steps(
         amp._rules = _native(amp._rules)
     given = work.batch(batch, seq)
     gc.collect()
+    count.phase = "step"
     _make_state(amp)
     count.phase = "forward"
     before = count.now
@@ -252,6 +254,8 @@ def _store_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _bytes(x: Any) -> int:
+    if is_eight_bit(x):
+        return sum(_bytes(part) for part in (x.codes, x.scale, x.qmap))
     return x.untyped_storage().nbytes() if isinstance(x, torch.Tensor) and x.layout is torch.strided else 0
 
 
