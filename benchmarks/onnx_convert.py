@@ -13,7 +13,9 @@ asking a converter. Below Castwise's rows stand the reasons that its reports giv
 Corpora: the node tests that the onnx package generates; its "light" real topologies; models that ship in the wheels of
 silero-vad, rapidocr-onnxruntime, magika and nudenet (`pip install --no-deps --target FOLDER ...`, then `--wheels`); and
 single cases, each a file with `build()` and `inputs()` (`--cases`). "detector" converts the wheels' text detector with
-drawn pages and compares its masks with fp32's on four others (intersection over union).
+drawn pages and compares its masks with fp32's on four others (intersection over union): as ONNX Runtime computes them
+on a CPU, where it keeps in fp32 what passes between nodes that it has no 16-bit kernels for, and with every result
+rounded to its type, as a GPU has to.
 
 The other converters are run where they are installed: onnxconverter-common's float16, ONNX Runtime's float16 (as it is,
 and with its nodes sorted afterwards), and nvidia-modelopt's AutoCast. Every conversion runs in this process, one after
@@ -40,8 +42,12 @@ import onnx
 
 from castwise.catalogue import load_catalogue
 from castwise.onnx import convert
+from castwise.onnx._emulate import emulated
+from castwise.onnx._evaluate import infer
+from castwise.onnx._run import Runner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "onnx"))
+from _onnx_corpora import Feed, case_models, light_models, node_tests, page, wheel_models
 from judging import distance, run
 
 TOLERANCE = 2e-2
@@ -52,7 +58,6 @@ PROBABILITY = 0.15
 """How far that of a single pixel may be off: at the edges of letters it goes from 0 to 1 within a few pixels."""
 REASONS: Counter[str] = Counter()
 """Why Castwise left products in fp32, without names and numbers."""
-Feed = dict[str, Any]
 Converter = Callable[[onnx.ModelProto, Feed], onnx.ModelProto]
 
 
@@ -144,85 +149,6 @@ def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-# ---- corpora ---------------------------------------------------------------------------------------------------------
-
-
-def node_tests(every: int) -> Iterator[tuple[str, onnx.ModelProto, Feed]]:
-    """Node tests with fp32 among their inputs or outputs."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    try:
-        cases = collect_testcases()
-    except TypeError:  # older releases want an operator type
-        cases = collect_testcases(None)
-    found = [case for case in cases if case.model is not None and case.data_sets and _has_fp32(case.model)]
-    for case in found[::every]:
-        inputs, _ = case.data_sets[0]
-        yield case.name, case.model, {info.name: v for info, v in zip(case.model.graph.input, inputs, strict=False)}
-
-
-def _has_fp32(model: onnx.ModelProto) -> bool:
-    return any(
-        onnx.TensorProto.FLOAT
-        in (
-            info.type.tensor_type.elem_type,
-            info.type.sequence_type.elem_type.tensor_type.elem_type,
-            info.type.optional_type.elem_type.tensor_type.elem_type,
-        )
-        for info in [*model.graph.input, *model.graph.output]
-    )
-
-
-def light_models() -> Iterator[tuple[str, onnx.ModelProto, Feed]]:
-    folder = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
-    for path in sorted(folder.glob("*.onnx")):
-        model = onnx.load(path)
-        yield path.stem, model, made_up(model, path)
-
-
-def wheel_models(folder: Path) -> Iterator[tuple[str, onnx.ModelProto, Feed]]:
-    for path in sorted(folder.rglob("*.onnx")):
-        model = onnx.load(path)
-        yield path.stem, model, made_up(model, path)
-
-
-def case_models(folder: Path) -> Iterator[tuple[str, onnx.ModelProto, Feed]]:
-    sys.path.insert(0, str(folder))
-    for path in sorted(folder.glob("c*.py")):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield path.stem, module.build(), module.inputs()
-
-
-# Sizes for dimensions that these models leave open, by a part of the file's name.
-_OPEN = {"det": (1, 3, 320, 320), "_rec_": (1, 3, 48, 320), "cls": (1, 3, 48, 192), "320n": (1, 3, 320, 320)}
-
-
-def made_up(model: onnx.ModelProto, path: Path) -> Feed:
-    """Uniform numbers in the range that audio, images and bytes have."""
-    random = np.random.default_rng(1)
-    held = {tensor.name for tensor in model.graph.initializer}
-    feed: Feed = {}
-    for info in model.graph.input:
-        if info.name in held:
-            continue
-        kind = info.type.tensor_type
-        shape = [dim.dim_value if dim.dim_value > 0 else 1 for dim in kind.shape.dim]
-        shape = next((list(size) for part, size in _OPEN.items() if part in path.stem), shape)
-        if "silero" in path.stem:
-            shape = {"input": [1, 576], "x": [1, 576], "state": [2, 1, 128], "sr": []}.get(info.name, shape)
-        dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-        if info.name == "sr":
-            feed[info.name] = np.array(16000, dtype)
-        elif dtype.kind in "iu":
-            feed[info.name] = random.integers(0, 256, shape).astype(dtype)
-        else:
-            feed[info.name] = random.uniform(-1, 1, shape).astype(dtype)
-    return feed
-
-
 # ---- judging ---------------------------------------------------------------------------------------------------------
 
 
@@ -303,28 +229,13 @@ def judge(score: Score, name: str, model: onnx.ModelProto, feed: Feed, convert_o
     score.error = max(score.error, 0.0 if _draws(model) else error)
 
 
-def page(seed: int) -> np.ndarray[Any, Any]:
-    """A drawn page of text, as the detector wants it."""
-    from PIL import Image, ImageDraw
-
-    random = np.random.default_rng(seed)
-    image = Image.new("RGB", (640, 480), (240, 240, 235))
-    draw = ImageDraw.Draw(image)
-    for line in range(18):
-        text = f"The quick brown fox {random.integers(10**6)} jumps"
-        place = int(random.integers(5, 320)), 5 + 26 * line
-        draw.text(place, text, fill=(10, 20, 30), font_size=int(random.integers(12, 24)))
-    pixels = (np.asarray(image, np.float32) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
-    return pixels.transpose(2, 0, 1)[None].astype(np.float32)
-
-
 def detector(wheels: Path, chosen: dict[str, Converter]) -> None:
     """Masks of the text detector: the smallest overlap with fp32's over pages that no converter saw."""
     path = next(path for path in sorted(wheels.rglob("*.onnx")) if "_det_" in path.stem)
     model = onnx.load(path)
     held_out = [{"x": page(100 + seed)} for seed in range(4)]
     masks = [run(model, feed, optimize=True)[0][0] > MASK for feed in held_out]
-    print(f"{'detector':30}{'overlap':>10}{'fp32 nodes':>12}{'casts':>7}")
+    print(f"{'detector':30}{'overlap':>10}{'all rounded':>13}{'fp32 nodes':>12}{'casts':>7}")
     for name, convert_one in chosen.items():
         try:
             calibration = [{"x": page(seed)} for seed in range(3)]
@@ -333,12 +244,16 @@ def detector(wheels: Path, chosen: dict[str, Converter]) -> None:
             else:
                 result = convert_one(model, calibration[0])
             found = [run(result, feed, optimize=True)[0][0] > MASK for feed in held_out]
+            exact = Runner(emulated(infer(result)), {})
+            rounded = [exact.run(feed)[0] > MASK for feed in held_out]
         except Exception as failure:
             print(f"{name:30} {type(failure).__name__}: {' '.join(str(failure).split())[:90]}")
             continue
-        overlap = min((a & b).sum() / (a | b).sum() for a, b in zip(masks, found, strict=True))
+        overlap, strictly = (
+            min((a & b).sum() / (a | b).sum() for a, b in zip(masks, those, strict=True)) for those in (found, rounded)
+        )
         casts = sum(node.op_type == "Cast" for node in result.graph.node)
-        print(f"{name:30}{overlap:>10.5f}{products(result)[2]:>12}{casts:>7}", flush=True)
+        print(f"{name:30}{overlap:>10.5f}{strictly:>13.5f}{products(result)[2]:>12}{casts:>7}", flush=True)
 
 
 def _draws(model: onnx.ModelProto) -> bool:
