@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     assert distributed.start()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and sys.argv[-1] != "whole"
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     model = spread("fsdp", policy_of("float16"))
     amp = amp_of(model, policy_of("float16"))
     extra = distributed.load(amp, folder / "checkpoints")
