@@ -13,10 +13,14 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-__all__ = ["REGION", "in_region", "layer_path", "layers_of"]
+__all__ = ["ABSOLUTE", "REGION", "in_region", "layer_path", "layers_of"]
 
 #: The scope, or the name of the jit call, of what a region has made: an outer region leaves an inner one as it is.
 REGION = "castwise_autocast"
+
+#: How a scope begins whose name is a whole path: what stands around it is no part of it. For frameworks on JAX that
+#: open scopes of their own and know better paths.
+ABSOLUTE = "castwise_layer:"
 
 
 @functools.lru_cache(maxsize=8192)
@@ -28,13 +32,19 @@ def in_region(stack: tuple[Any, ...]) -> bool:
 def layer_path(outer: str, name_stack: Any) -> str:
     """The dotted path of an equation: the scopes around the jaxpr it is in, and those within."""
     inner = _inner_path(name_stack.stack) if name_stack.stack else ""
+    if inner.startswith(ABSOLUTE):
+        return inner.removeprefix(ABSOLUTE)
     return f"{outer}.{inner}" if outer and inner else outer or inner
 
 
 @functools.lru_cache(maxsize=8192)
 def _inner_path(stack: tuple[Any, ...]) -> str:
-    names = (entry.name for entry in stack if type(entry).__name__ == "Scope" and entry.name != REGION)
-    return ".".join(part for name in names for part in name.replace("/", ".").split(".") if part)
+    names = [entry.name for entry in stack if type(entry).__name__ == "Scope" and entry.name != REGION]
+    whole = max((place for place, name in enumerate(names) if name.startswith(ABSOLUTE)), default=None)
+    if whole is not None:
+        names = [names[whole].removeprefix(ABSOLUTE), *names[whole + 1 :]]
+    path = ".".join(part for name in names for part in name.replace("/", ".").split(".") if part)
+    return path if whole is None else ABSOLUTE + path
 
 
 def layers_of(jaxpr: Jaxpr) -> tuple[str, ...]:
