@@ -205,6 +205,11 @@ def solve(p: Params, x: jax.Array) -> jax.Array:
     return jnp.linalg.solve(p["w1"] + 4 * jnp.eye(8), x.T).T @ p["w2"]
 
 
+def iterative_solve(p: Params, x: jax.Array) -> jax.Array:
+    matrix = p["w1"] @ p["w1"].T + 4 * jnp.eye(8)
+    return jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, x[0])[0] @ p["w2"]
+
+
 def dropout(p: Params, x: jax.Array) -> jax.Array:
     h = x @ p["w1"]
     keep = jax.random.bernoulli(jax.random.key(1), 0.5, h.shape)
@@ -273,6 +278,7 @@ FUNCTIONS: list[Function] = [
     shard_map,
     sharded_contraction,
     solve,
+    iterative_solve,
     dropout,
     embedding,
     numpy_constant,
@@ -303,8 +309,11 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                 yield from equations(inner)
 
 
-def _sums(eqn: Any) -> bool:
-    """Whether a product sums more than one term; outer products stay wide."""
+def _wanted_low(eqn: Any) -> bool:
+    """Whether the preset wants a product low: not an outer product, nor one that was written with full precision."""
+    precision = eqn.params.get("precision")
+    if precision is not None and lax.Precision.HIGHEST in precision:
+        return False
     if eqn.primitive.name != "dot_general":
         return True
     (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -315,6 +324,6 @@ def products(jaxpr: Any) -> collections.Counter[str]:
     """How many products there are by the dtypes of their inputs ("bfloat16" or "float32,bfloat16")."""
     found: collections.Counter[str] = collections.Counter()
     for eqn in equations(jaxpr):
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general") and _sums(eqn):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general") and _wanted_low(eqn):
             found[",".join(sorted({str(v.aval.dtype) for v in eqn.invars[:2]}))] += 1
     return found

@@ -39,12 +39,11 @@ TRANSFORMS = {
     "grad": (grad, X),
     "vmap": (lambda f: jax.vmap(f, (None, 0)), XS),
 }
-# Plain JAX has no reverse mode for while loops; the derivative of a linear solver, which stays wide, is a product too.
-NOT_DIFFERENTIATED = functions.NO_REVERSE_MODE | {functions.solve}
 
 
 def transforms_of(f):
-    return [name for name in TRANSFORMS if name != "grad" or f not in NOT_DIFFERENTIATED]
+    """The transformations that plain JAX has for f: it has no reverse mode for while loops."""
+    return [name for name in TRANSFORMS if name != "grad" or f not in functions.NO_REVERSE_MODE]
 
 
 @functools.cache

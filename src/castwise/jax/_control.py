@@ -118,6 +118,33 @@ def _joined(dtypes: tuple[DType | None, ...]) -> DType | None:
     return widest([dtype for dtype in dtypes if dtype is not None]) if dtypes[0] is not None else None
 
 
+def _linear_solve(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    """A linear solver. It solves as it was written: no backend factors in 16 bits, and iterations need their residuals.
+
+    The linear map itself, which JAX applies only to differentiate the solution by what the map is made of, is computed
+    like all else. So are then the products of the derivative.
+    """
+    castable = body.rewriter.castable_dtype
+    jaxprs = eqn.params["jaxprs"]
+
+    def applied(name: str) -> ClosedJaxpr | None:
+        written = getattr(jaxprs, name)
+        if written is None:
+            return None
+        inner = written.jaxpr
+        types = [InType(castable(var.aval)) for var in inner.invars]
+        done = body.rewriter.jaxpr(inner, types, layer, f"{path}/{name}/")
+        out = [castable(var.aval) for var in inner.outvars]
+        return ClosedJaxpr(coerced(done, out, inner.outvars), written.consts)
+
+    before = len(body.eqns)
+    floats = [value for value in map(body.read, eqn.invars) if value.dtype is not None]
+    atoms = [body.cast(body.read(var), castable(var.aval), eqn) for var in eqn.invars]
+    made = jaxprs._replace(matvec=applied("matvec"), vecmat=applied("vecmat"))
+    body.emit(eqn, atoms, [castable(var.aval) for var in eqn.outvars], {**eqn.params, "jaxprs": made})
+    body.record(eqn, body.rewriter.choice(eqn.primitive.name, layer, path), layer, path, floats, before)
+
+
 HANDLERS: dict[str, Handler] = {
     "jit": _call("jaxpr"),
     "pjit": _call("jaxpr"),
@@ -129,6 +156,7 @@ HANDLERS: dict[str, Handler] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
 }

@@ -57,9 +57,11 @@ def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto", *, plan: P
         PolicyError: the policy makes no sense, or asks for a format that JAX cannot compute in.
         PlanError: when called: the plan was made for another function.
 
-    Linear solvers (``jnp.linalg.solve``) stay in the formats they were written in: no backend factors in 16 bits. So do
-    the products that JAX makes when it differentiates one, which are no operations of ``fn``, and products that sum a
-    single term, which gain nothing and lose digits. ``report`` lists all of them.
+    Linear solvers stay in the formats they were written in, since no backend factors in 16 bits; only the map that they
+    solve for is computed low where JAX differentiates the solution. Wide as well are products that sum a single term,
+    which gain nothing and lose digits (the angles of rotary embeddings), and products that were written with
+    ``precision=HIGHEST``, among them those that ``jnp.linalg.solve`` makes for its derivative. ``report`` lists all of
+    them with the reason.
 
     Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
     """
