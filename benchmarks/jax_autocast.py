@@ -2,6 +2,7 @@
 
     python benchmarks/jax_autocast.py                     # all models
     python benchmarks/jax_autocast.py --model gpt --seconds 20
+    python benchmarks/jax_autocast.py --products          # what this backend takes for single products
     python benchmarks/jax_autocast.py --quick             # small sizes, few rounds: does it run?
 
 Arms:
@@ -14,14 +15,18 @@ Arms:
     planned         ``autocast(step, plan=plan(step, ...))``
 
 Trace and compile times are those of one fresh ``jit``; steps run in turn, medians. The error is that of the gradients
-relative to fp32's. Where a backend has no 16-bit arithmetic, 16-bit arms are slow and the plan is to leave fp32 alone.
+relative to fp32's. Where a backend has no 16-bit arithmetic, 16-bit arms are slow and the plan is to leave fp32 alone:
+``--products`` shows what there is to gain, the time of a product in fp32 and in 16 bits with either result.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +35,7 @@ import numpy as np
 from _timing import alternate, fix_allocator
 from jax import lax
 
-from castwise.jax import autocast, plan
+from castwise.jax import Plan, autocast, plan
 
 Product = Callable[..., jax.Array]
 Low = jnp.bfloat16
@@ -114,8 +119,10 @@ def gpt(size: int) -> tuple[Callable[..., jax.Array], Any, jax.Array]:
 MODELS = {"mlp": mlp, "convnet": convnet, "gpt": gpt}
 
 
-def arms(loss: Callable[..., jax.Array], params: Any, x: jax.Array, seconds: float) -> dict[str, Callable[..., Any]]:
-    """A training step's gradients, in each arm."""
+def arms(
+    loss: Callable[..., jax.Array], params: Any, x: jax.Array, seconds: float, kept: Path | None
+) -> dict[str, Callable[..., Any]]:
+    """A training step's gradients, in each arm; ``kept`` is where the plan is, or is to be."""
 
     def step(product: Product) -> Callable[..., Any]:
         return jax.value_and_grad(lambda p, x: loss(product, p, x))
@@ -126,7 +133,12 @@ def arms(loss: Callable[..., jax.Array], params: Any, x: jax.Array, seconds: flo
     def boundary(params: Any, x: jax.Array) -> Any:
         return jax.value_and_grad(lambda p: loss(plain, low(p), x.astype(Low)).astype(jnp.float32))(params)
 
-    decided = plan(step(plain), params, x, policy="bfloat16", seconds=seconds)
+    if kept is not None and kept.exists():
+        decided = Plan.load(kept)
+    else:
+        decided = plan(step(plain), params, x, policy="bfloat16", seconds=seconds)
+    if kept is not None:
+        decided.save(kept)
     lowered = int(decided.labels.sum())
     print(f"  plan: {lowered} of {len(decided.labels)} operations low; times tried: {dict(decided.seconds) or 'none'}")
     return {
@@ -153,6 +165,11 @@ def casts(jaxpr: Any) -> int:
     return count
 
 
+def instructions(compiled: Any) -> collections.Counter[tuple[str, str]]:
+    """What a compiled program consists of: shapes and opcodes, with how often each is there."""
+    return collections.Counter(re.findall(r"= (\S+) ([a-z\-]+)\(", compiled.as_text()))
+
+
 def off(tree: Any, exact: Any) -> float:
     """Relative error of all gradients together."""
     ours, theirs = (
@@ -161,12 +178,13 @@ def off(tree: Any, exact: Any) -> float:
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
 
-def compare(name: str, size: int, seconds: float, plan_seconds: float) -> None:
+def compare(name: str, size: int, seconds: float, plan_seconds: float, plans: Path | None = None) -> None:
     """Print the table of one model."""
     print(f"\n{name}, size {size}, {jax.default_backend()}")
     loss, params, x = MODELS[name](size)
     rows, compiled, results = {}, {}, {}
-    for arm, step in arms(loss, params, x, plan_seconds).items():
+    kept = None if plans is None else plans / f"{name}-{size}.json"
+    for arm, step in arms(loss, params, x, plan_seconds, kept).items():
         start = time.perf_counter()
         traced = jax.jit(step).trace(params, x)
         middle = time.perf_counter()
@@ -183,6 +201,37 @@ def compare(name: str, size: int, seconds: float, plan_seconds: float) -> None:
             f"{off(results[arm], results['fp32']):9.1e}"
         )
 
+    best = min(("boundary", "hand", "hand wide"), key=times.__getitem__)
+    print(
+        f"  planned takes {times['planned'] / times['fp32']:.3f} of fp32's time, "
+        f"{times['planned'] / times[best]:.3f} of that of the best by hand ({best})"
+    )
+    if instructions(compiled["planned"]) == instructions(compiled["fp32"]):
+        print("  planned and fp32 are the same program, instruction for instruction: their times differ by chance")
+
+
+def products(size: int, seconds: float) -> None:
+    """Print what products of the models' kinds take alone, operands already in their format."""
+    rows = {"square": (size, size), "wide": (size, 4 * size), "tall": (4 * size, size)}
+    print(f"\n{'product of':>24}  {'fp32':>10} {'bf16→bf16':>10} {'bf16→fp32':>10} {'fp16→fp16':>10}")
+    wait: Any = jax.block_until_ready
+    for low, high in rows.values():
+        a, b = jnp.ones((size, low)), jnp.ones((low, high))
+        forms: dict[str, Any] = {
+            "fp32": (jnp.float32, jnp.float32),
+            "bf16→bf16": (Low, Low),
+            "bf16→fp32": (Low, jnp.float32),
+            "fp16→fp16": (jnp.float16, jnp.float16),
+        }
+        runs = {}
+        for name, (operands, result) in forms.items():
+            run = jax.jit(lambda x, y, result=result: jnp.matmul(x, y, preferred_element_type=result))
+            given = a.astype(operands), b.astype(operands)
+            runs[name] = lambda run=run, given=given: wait(run(*given))
+        times = alternate(runs, seconds=seconds / len(rows))
+        shown = " ".join(f"{times[name] * 1e3:8.3f}ms" for name in forms)
+        print(f"{f'{size}×{low} and {low}×{high}':>24}  {shown}")
+
 
 if __name__ == "__main__":
     fix_allocator()
@@ -191,10 +240,15 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=10.0, help="of steps, per model")
     parser.add_argument("--plan-seconds", type=float, default=20.0, help="for timing operations, per plan")
+    parser.add_argument("--plans", type=Path, help="a folder to keep plans in: a second run need not make them")
+    parser.add_argument("--products", action="store_true", help="time single products, and no model")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
+    if given.products:
+        products(given.size, given.seconds)
+        raise SystemExit
     for chosen in given.model:
         if given.quick:
             compare(chosen, 32, 0.5, 3.0)
         else:
-            compare(chosen, given.size, given.seconds, given.plan_seconds)
+            compare(chosen, given.size, given.seconds, given.plan_seconds, given.plans)

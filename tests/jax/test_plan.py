@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import pathlib
+import re
 import sys
 
 import jax
@@ -13,12 +15,12 @@ import pytest
 from jax.extend.core import check_jaxpr
 
 from castwise._terms import wide_of
-from castwise.cost import Costs
+from castwise.cost import Costs, MeasuredCosts
 from castwise.errors import PlanError, PolicyError
-from castwise.jax import Plan, autocast, report
+from castwise.jax import Plan, autocast, planning, prepare, report
 from castwise.jax import plan as plan_of
 from castwise.jax._evaluate import count_trips
-from castwise.jax._measure import versions
+from castwise.jax._measure import measured_costs, versions
 from castwise.jax._plan import as_jax, structure_of
 from castwise.jax._risk import measured_risks
 from castwise.jax._try import Trial
@@ -224,3 +226,65 @@ def test_auto_plans_nothing_where_the_device_computes_in_no_low_format():
 def test_planning_inside_jit_says_where_to_plan():
     with pytest.raises(PlanError, match="outside of jit"):
         jax.jit(lambda x: plan_of(functions.mlp, PARAMS, x, policy="bfloat16"))(X)
+
+
+def test_operations_that_were_not_timed_cost_what_others_of_their_kind_do(tmp_path, caplog):
+    def products(*sizes):
+        return lambda x: sum(jnp.sin(x[:, :n] @ x[:n, :n]).sum() for n in sizes)
+
+    x = jnp.ones((64, 64))
+    table = MeasuredCosts(tmp_path / "times.json")
+    low = "bf16"
+    known = capture(traced(products(64), x)[0], low)
+    measured_costs(known, "a machine", seconds=60.0, table=table)
+    half = capture(traced(products(64, 32), x)[0], low)
+    found = measured_costs(half, "a machine", seconds=0.0, table=table).costs
+    times = {
+        op.id: (op.flops, found.high[at], found.low[at], found.measured[at]) for at, op in enumerate(half.graph.ops)
+    }
+    large, small = sorted(
+        (times[i] for i, eqn in half.eqns.items() if eqn.primitive.name == "dot_general"), reverse=True
+    )
+    assert large[3] and not small[3]
+    assert small[1] / large[1] == pytest.approx(small[0] / large[0], rel=1e-3)
+    assert "were timed" in caplog.text
+
+
+def test_a_plan_that_lowers_nothing_compiles_to_the_same_program():
+    plan, _, _ = solved(functions.scan_over_layers, PARAMS, X, low_takes=2.0)
+    assert not plan.labels.any()
+
+    def instructions(f):
+        text = jax.jit(f).lower(PARAMS, X).compile().as_text()
+        return collections.Counter(re.findall(r"= (\S+) ([a-z\-]+)\(", text))
+
+    assert instructions(autocast(functions.scan_over_layers, plan=plan)) == instructions(functions.scan_over_layers)
+
+
+def test_a_plan_is_tried_beside_plainer_ones_and_the_fastest_is_kept(monkeypatch):
+    ready = prepare(functions.mlp, PARAMS, X, policy="bfloat16", seconds=5.0)
+    tried = []
+
+    def seconds(self, plans):
+        tried.extend(plans)
+        shares = [1.0, *(0.5 if one is tried[-1] else 0.9 for one in plans)]
+        return shares, shares
+
+    monkeypatch.setattr(Trial, "seconds", seconds)
+    found = planning._tried(ready, ready.solve(), timed=True, seconds=60.0)
+    assert len(tried) > 1 and all(one.error is not None for one in tried)
+    assert np.array_equal(found.labels, tried[-1].labels) and found.seconds == {"as written": 1.0, "planned": 0.5}
+
+
+def test_a_plan_that_the_backend_cannot_run_is_not_taken(monkeypatch):
+    ready = prepare(functions.mlp, PARAMS, X, policy="bfloat16", seconds=5.0)
+    whole = Trial._compiled
+
+    def compiled(self, plan, *, with_loss):
+        def refused(arrays):
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such kernel")
+
+        return whole(self, plan, with_loss=with_loss) if plan is None else refused
+
+    monkeypatch.setattr(Trial, "_compiled", compiled)
+    assert not planning._tried(ready, ready.solve(), timed=True, seconds=60.0).labels.any()

@@ -5,8 +5,10 @@ counts, less what calling an empty function takes. A product is also timed with 
 rounded afterwards: the first kernel may be much faster than the one that writes 16 bits, which some backends compute by
 converting its operands.
 
-Times are kept in the user's cache directory by operation, shapes, format, device and versions. Measuring stops when its
-time is used up; operations that were not reached are taken to cost the same in both formats.
+Times are kept in the user's cache directory by operation, shapes, format, device and versions. Compiling is what takes
+long, so casts, and operations that a compiler joins with their neighbours anyway, are timed in a few sizes only: others
+cost, for their size, what the nearest of their kind does. Measuring begins with what computes most and stops when its
+time is used up; what was not reached is taken from its kind in the same way.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _ROUNDS = 4
 _PER_OP = 0.03  # seconds for all formats, beyond the first rounds
 _SHORTEST = 1e-7  # seconds; below this a clock tells nothing
 _ALIKE, _ALIKE_FUSED, _ALIKE_SECONDS = 0.1, 0.3, 2e-6
+_NEAR = 8.0  # times as large or as small: near enough to be told from
 _LONG_RUN = 0.5  # seconds after which a run is not repeated more than it must
 
 
@@ -74,16 +77,13 @@ def measured_costs(
     timer = _Timer(captured, device, cost_table() if table is None else table, time.perf_counter() + seconds)
     graph, count = captured.graph, len(captured.graph.ops)
     high, low, measured = np.zeros(count), np.zeros(count), np.zeros(count, bool)
+    every = timer.operations()
     down, up = timer.casts()
     rounded: set[str] = set()
-    for position, op in enumerate(graph.ops):
-        eqn = captured.eqns.get(op.id)
-        if eqn is None or op.pin:
-            continue
-        repeats, times = captured.times[op.id], timer.operation(eqn)
-        if times is None:
-            continue
-        measured[position] = True
+    for position, times in every.items():
+        op = graph.ops[position]
+        repeats = captured.times[op.id]
+        measured[position] = position in timer.timed
         high[position] = repeats * times[0]
         low[position] = high[position] if _alike(times[0], times[1], op.fused) else repeats * times[1]
         result = graph.positions.get(op.id + OUT)
@@ -98,7 +98,7 @@ def measured_costs(
         low[position], low[result] = min(wide, best), max(best - wide, 0.0)
         [tensor] = op.outputs
         up[tensor] = max(wide - best, 0.0)
-        measured[result] = True
+        measured[result] = measured[position]
     timer.finish()
     kept = np.zeros(len(graph.tensors), bool)
     costs = Costs(captured.low, high, low, down, up, kept, device, measured=measured)
@@ -118,7 +118,8 @@ class _Timer:
         self.captured, self.device, self.table, self.deadline = captured, device, table, deadline
         self.low, self.wide = dtype_of(parse_format(captured.low)), dtype_of(parse_format(wide_of(captured.low)))
         self.castable, self.training = castable_for(captured.low), captured.graph.training
-        self.before, self.missed = len(table), 0
+        self.before, self.missed, self.unknown = len(table), 0, 0
+        self.timed: set[int] = set()
         self._overhead: float | None = None
 
     @property
@@ -128,6 +129,54 @@ class _Timer:
             empty = jax.jit(lambda x: x)
             [self._overhead] = alternating([_call(empty, [jnp.zeros(())])], self.deadline + 1)
         return self._overhead
+
+    def operations(self) -> dict[int, list[float]]:
+        """Seconds of one run of each operation that may be LOW, by its position, in the forms of ``operation``."""
+        ops, eqns = self.captured.graph.ops, self.captured.eqns
+        chosen = [at for at, op in enumerate(ops) if op.id in eqns and not op.pin]
+        found, self.timed = self._sampled(
+            chosen,
+            {at: ops[at].flops / self.captured.times[ops[at].id] for at in chosen},
+            {at: str(eqns[ops[at].id].primitive) for at in chosen},
+            {at for at in chosen if ops[at].fused},
+            lambda at: self.operation(eqns[ops[at].id]),
+        )
+        return found
+
+    def _sampled(
+        self,
+        chosen: Sequence[int],
+        work: dict[int, float],
+        kinds: dict[int, str],
+        alike: set[int],
+        timed: Callable[[int], list[float] | None],
+    ) -> tuple[dict[int, list[float]], set[int]]:
+        """Times of all, the largest first, and of which they are their own. Those of ``alike`` may be told from others
+        of their kind; so must be those for which no time is left.
+        """
+        found: dict[int, list[float]] = {}
+        by_kind: dict[str, list[int]] = {}
+        late: list[int] = []
+        for at in sorted(chosen, key=lambda at: -work[at]):
+            like = by_kind.setdefault(kinds[at], [])
+            if at in alike and like and work[like[-1]] <= _NEAR * work[at]:
+                late.append(at)
+                continue
+            missed, times = self.missed, timed(at)
+            if times is not None:
+                found[at] = times
+                like.append(at)
+            elif self.missed > missed:
+                late.append(at)
+        own = set(found)
+        for at in late:
+            if not by_kind[kinds[at]]:
+                self.unknown += 1
+                continue
+            nearest = min(by_kind[kinds[at]], key=lambda other: abs(np.log((work[other] + 1.0) / (work[at] + 1.0))))
+            factor = (work[at] + 1.0) / (work[nearest] + 1.0)
+            found[at] = [max(_SHORTEST, factor * one) for one in found[nearest]]
+        return found, own
 
     def operation(self, eqn: JaxprEqn) -> list[float] | None:
         """Seconds in the wide format and the low one; of a product, then of those with a wide and a rounded result."""
@@ -141,17 +190,27 @@ class _Timer:
         """Seconds of casting each tensor down and up."""
         graph = self.captured.graph
         down, up = np.zeros(len(graph.tensors)), np.zeros(len(graph.tensors))
-        for position, tensor in enumerate(graph.tensors):
-            name = "x".join(map(str, tensor.shape))
-            if not tensor.floating or tensor.elements < 2 or tensor.kind.stored:
-                continue
-            keys = [f"cast {name} | {way} {self.wide}:{self.low} | {self._where()}" for way in ("down", "up")]
-            shape = tensor.shape
-            times = self._times(keys, lambda shape=shape: self._cast_runs(shape))  # type: ignore[misc]
-            if times is not None:
-                factor = 1 + (self.training and tensor.requires_grad)
-                down[position], up[position] = times[0] * factor, times[1] * factor
+        cast = [
+            at
+            for at, tensor in enumerate(graph.tensors)
+            if tensor.floating and tensor.elements >= 2 and not tensor.kind.stored
+        ]
+        found, _ = self._sampled(
+            cast,
+            {at: float(graph.tensors[at].elements) for at in cast},
+            dict.fromkeys(cast, "cast"),
+            set(cast),
+            lambda at: self._cast(graph.tensors[at].shape),
+        )
+        for at, times in found.items():
+            factor = 1 + (self.training and graph.tensors[at].requires_grad)
+            down[at], up[at] = times[0] * factor, times[1] * factor
         return down, up
+
+    def _cast(self, shape: tuple[int, ...]) -> list[float] | None:
+        name = "x".join(map(str, shape))
+        keys = [f"cast {name} | {way} {self.wide}:{self.low} | {self._where()}" for way in ("down", "up")]
+        return self._times(keys, lambda: self._cast_runs(shape))
 
     def finish(self) -> None:
         """Keep what was measured, and say what was not."""
@@ -162,9 +221,11 @@ class _Timer:
                 log.info("measured times are not kept: %s", error)
         if self.missed:
             log.warning(
-                "%d operations or casts were not timed in the time given: they count as equally fast in both formats. "
-                "Plan again to go on from here, or give seconds=...",
+                "The time given was over before %d operations or casts were timed: they count as what others of their "
+                "kind cost, %d of which there is no other as equally fast in all formats. Plan again to go on from "
+                "here, or give seconds=...",
                 self.missed,
+                self.unknown,
             )
 
     def _times(self, keys: list[str], make: Callable[[], list[Callable[[], Any]]]) -> list[float] | None:

@@ -8,14 +8,16 @@
     capture the jaxpr, measure (or predict) costs, price roundings, solve, try
 
 Everything between capturing a function and rewriting it is the neutral planner. What operations cost alone is not what
-they cost fused together, so the end is measured as well: the plan, the plan that lowers products only, and the function
-as it was written run against each other, and where it is no faster nothing is lowered.
+they cost fused together, so the end is measured as well: the plan, plans of a plainer kind within the same error (all
+products low, the policy's own rules), and the function as it was written run against each other. The fastest is taken,
+and where none is faster nothing is lowered.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from castwise._decide import is_wide
+from castwise._pins import preset_labels
 from castwise._terms import wide_of
 from castwise.catalogue import PRODUCTS, load_catalogue
 from castwise.cost import Costs, roofline
@@ -52,7 +55,7 @@ Loss = Callable[[Any], Any]
 
 # How much faster than the function as it was written a plan must have been measured to be worth its rounding: two runs
 # of one function differ by a few percent.
-_WORTHWHILE = 1.02
+_WORTHWHILE = 1.05
 _MOST_TIGHTENINGS = 4
 _TOLERATED = 1.25
 """How far the measured error may exceed the one that was budgeted for before the plan is solved again."""
@@ -114,7 +117,7 @@ def plan(
         budget: the relative root-mean-square error of the results that the plan may cause. Default: as much as the
             policy's own op-by-op rules would.
         batches: more tuples of arguments, to price rounding on.
-        seconds: how long measuring may take.
+        seconds: how long measuring may take; and, beside the plan itself, compiling others to try.
         kwargs: as ``args``.
 
     Raises:
@@ -122,7 +125,7 @@ def plan(
     """
     ready = prepare(fn, *args, loss=loss, policy=policy, device=device, batches=batches, seconds=seconds, **kwargs)
     found = ready.solve(budget)
-    return _tried(ready, found, timed=device is None)
+    return _tried(ready, found, timed=device is None, seconds=seconds)
 
 
 def prepare(
@@ -204,15 +207,13 @@ def _predicted(captured: Captured, device: Device) -> Costs:
 # ---- trying a plan ----
 
 
-def _tried(ready: Prepared, found: Plan, *, timed: bool) -> Plan:
+def _tried(ready: Prepared, found: Plan, *, timed: bool, seconds: float) -> Plan:
     """The plan once it was run: within its error, and faster than the function as it was written."""
-    if not found.labels.any():
-        return replace(found, error=0.0)
     if not ready.risks.measured:
-        return found
+        return found if found.labels.any() else replace(found, error=0.0)
     trial = Trial(ready.captured.closed, ready.arguments[-1], ready.loss)
     allowed = None if found.budget is None else ready.risks.relative(found.budget)
-    error = trial.error(found)
+    error = trial.error(found) if found.labels.any() else 0.0
     for _ in range(_MOST_TIGHTENINGS):
         if not allowed or error <= allowed * _TOLERATED or not found.labels.any():
             break
@@ -220,48 +221,61 @@ def _tried(ready: Prepared, found: Plan, *, timed: bool) -> Plan:
         log.info("the error is %.3g where %.3g is allowed: solving again", error, allowed)
         found = ready.solve(budget)
         error = trial.error(found)
+    solved = found
     if allowed and error > allowed * _TOLERATED:
         reason = f"tried as a whole, the results were off by {error:.3g} where {allowed:.3g} is allowed"
-        return _as_written(found, reason)
-    return _fastest(ready, trial.with_error(found, error)) if timed else trial.with_error(found, error)
+        found, error = _as_written(found, reason), 0.0
+    found = trial.with_error(found, error)
+    if not timed:
+        return found
+    plans = [found] if found.labels.any() else []
+    deadline = time.perf_counter() + seconds
+    for one in _others(ready, solved):
+        if time.perf_counter() > deadline:
+            log.info("no time was left to try more plans")
+            break
+        error = trial.error(one)
+        if error <= (allowed or found.error or 0.0) * _TOLERATED:
+            plans.append(trial.with_error(one, error))
+    return _fastest(trial, found, plans) if plans else found
 
 
-def _fastest(ready: Prepared, found: Plan) -> Plan:
-    """The plan, the one that lowers products only, or the function as it was written: whichever ran fastest."""
-    trial = Trial(ready.captured.closed, ready.arguments[0], ready.loss)
-    plans = {"planned": found}
-    products = _products_only(found)
-    if products is not None:
-        plans["products only"] = products
-    seconds = trial.seconds(plans.values())
-    names = ["as written", *plans]
-    shown = dict(zip(names, seconds, strict=True))
-    log.info("measured as a whole: %s", ", ".join(f"{name} {value:.3g} s" for name, value in shown.items()))
-    best = min(plans, key=shown.__getitem__)
-    if shown[best] * _WORTHWHILE > shown["as written"]:
+def _others(ready: Prepared, found: Plan) -> Iterator[Plan]:
+    """Plans of a plainer kind. Costs are those of operations alone: as a whole, one of these may be faster."""
+    entries = load_catalogue().entries
+    graph, pins = found.problem.graph, found.problem.pins
+    names = {name for name, entry in entries.items() if entry.op_class in PRODUCTS}
+    products = np.array([op.name in names for op in graph.ops], bool)
+    results = np.array([op.id.endswith(OUT) for op in graph.ops], bool)
+    kinds = {
+        "its products are low and nothing else": found.labels & products,
+        "all products are low, with their results": products | results,
+        "all products are low, with wide results": products,
+        "the policy's own rules decide each operation": preset_labels(graph, found.fmt, ready.policy, pins),
+    }
+    pinned = np.zeros(len(graph.ops), bool)
+    pinned[list(pins)] = True
+    seen = {found.labels.tobytes()}
+    for kind, wanted in kinds.items():
+        labels = np.where(pinned, found.labels, wanted)
+        if labels.any() and labels.tobytes() not in seen:
+            seen.add(labels.tobytes())
+            yield found.relabelled(labels, f"measured as a whole, the function is fastest where {kind}")
+
+
+def _fastest(trial: Trial, found: Plan, plans: Sequence[Plan]) -> Plan:
+    """The plan that ran fastest, or the function as it was written."""
+    seconds, shares = trial.seconds(plans)
+    log.info("measured as a whole, as written and by each plan: %s s", ", ".join(f"{one:.3g}" for one in seconds))
+    best = min(range(len(plans)), key=lambda at: max(seconds[at + 1] / seconds[0], shares[at + 1]))
+    shown = {"as written": seconds[0], "planned": seconds[best + 1]}
+    if max(seconds[best + 1] / seconds[0], shares[best + 1]) * _WORTHWHILE > 1.0:
         reason = (
             f"measured as a whole, the planned function took {shown['planned']:.3g} s and the one that was given "
             f"{shown['as written']:.3g} s"
         )
         return _as_written(found, reason, shown)
-    chosen = plans[best]
-    if best != "planned":
-        chosen = trial.with_error(chosen, trial.error(chosen))
-    return chosen.timed({"as written": shown["as written"], "planned": shown[best]})
-
-
-def _products_only(found: Plan) -> Plan | None:
-    """The plan with nothing low but its products, whose results stay wide; None where that is the plan itself."""
-    entries = load_catalogue().entries
-    graph = found.problem.graph
-    names = {name for name, entry in entries.items() if entry.op_class in PRODUCTS}
-    keep = np.array([op.name in names for op in graph.ops], bool)
-    pinned = np.zeros(len(graph.ops), bool)
-    pinned[list(found.problem.pins)] = True
-    labels = found.labels & (keep | pinned)
-    if (labels == found.labels).all() or not labels.any():
-        return None
-    return found.relabelled(labels, "measured as a whole, the function is faster with only its products low")
+    return plans[best].timed(shown)
 
 
 def _as_written(found: Plan, reason: str, seconds: dict[str, float] | None = None) -> Plan:
