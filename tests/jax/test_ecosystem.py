@@ -12,7 +12,16 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from castwise.jax import LossScale, autocast, report, skip_bad_steps, value_and_grad, with_loss_scale
+from castwise.errors import PolicyError
+from castwise.jax import (
+    LossScale,
+    autocast,
+    named_layers,
+    report,
+    skip_bad_steps,
+    value_and_grad,
+    with_loss_scale,
+)
 from castwise.policy import Policy
 
 optax = pytest.importorskip("optax")
@@ -50,26 +59,24 @@ def nnx():
             self.encoder, self.head = (flax.Linear(8, n, rngs=flax.Rngs(0)) for n in (8, 4))
 
         def __call__(self, x):
-            with jax.named_scope("encoder"):
-                h = flax.relu(self.encoder(x))
-            with jax.named_scope("head"):
-                return self.head(h)
+            return self.head(flax.relu(self.encoder(x)))
 
     net = Net()
-    return lambda x: net(x)
+    return lambda x: named_layers(net)(x)
 
 
 def equinox():
     eqx = pytest.importorskip("equinox")
-    encoder, head = (eqx.nn.Linear(8, n, key=jax.random.key(n)) for n in (8, 4))
 
-    def net(x):
-        with jax.named_scope("encoder"):
-            h = jax.nn.relu(jax.vmap(encoder)(x))
-        with jax.named_scope("head"):
-            return jax.vmap(head)(h)
+    class Net(eqx.Module):
+        encoder: eqx.nn.Linear
+        head: eqx.nn.Linear
 
-    return net
+        def __call__(self, x):
+            return self.head(jax.nn.relu(self.encoder(x)))
+
+    net = Net(*(eqx.nn.Linear(8, n, key=jax.random.key(n)) for n in (8, 4)))
+    return lambda x: jax.vmap(named_layers(net))(x)
 
 
 @pytest.mark.parametrize("make", [linen, haiku, nnx, equinox])
@@ -82,6 +89,62 @@ def test_layer_rules_reach_modules(make):
         if op.primitive == "dot_general"
     }
     assert formats == {"encoder": "bf16", "head": "fp32"}
+
+
+def layers_of_products(f, *args):
+    return [op.layer for op in report(f, *args, policy="bfloat16").ops if op.primitive == "dot_general"]
+
+
+def test_equinox_layers_in_lists_have_the_paths_of_their_fields_and_the_gradients_of_the_model():
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
+    model = {"parts": [mlp, mlp.layers[1]]}
+
+    def f(model, x):
+        first, second = named_layers(model)["parts"]
+        return jax.vmap(first)(x), jax.vmap(second)(x)
+
+    found = [path.replace(".eqx.nn.MLP", "").replace(".eqx.nn.Linear", "") for path in layers_of_products(f, model, X)]
+    assert found == ["parts.0.layers.0", "parts.0.layers.1", "parts.1"]
+    params, rest = eqx.partition(mlp, eqx.is_inexact_array)
+    grads = jax.grad(lambda p: jax.vmap(named_layers(eqx.combine(p, rest)))(X).sum())(params)
+    assert jax.tree.structure(grads) == jax.tree.structure(params)
+
+
+def test_nnx_layers_have_paths_and_statistics_reach_the_model():
+    flax = pytest.importorskip("flax.nnx")
+
+    class Block(flax.Module):
+        def __init__(self, rngs):
+            self.up, self.norm = flax.Linear(8, 8, rngs=rngs), flax.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.up(x))
+
+    class Net(flax.Module):
+        def __init__(self, rngs):
+            self.blocks = flax.List([Block(rngs), Block(rngs)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    graph, state = flax.split(Net(flax.Rngs(0)))
+
+    def f(state, x):
+        net = flax.merge(graph, state)
+        return named_layers(net)(x), flax.state(net)
+
+    assert layers_of_products(f, state, X) == ["blocks.0.up", "blocks.1.up"]
+    _, after = jax.jit(autocast(f, "bfloat16"))(state, X)
+    changed = [not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (state, after)), strict=True)]
+    assert any(changed) and not all(changed)
+
+
+def test_a_model_without_modules_is_told_what_to_write():
+    with pytest.raises(PolicyError, match="named_scope"):
+        named_layers({"w": X})
 
 
 def adam_state(state):
@@ -183,5 +246,5 @@ def test_the_flax_example_learns_digits_in_float16_with_float32_masters():
 def test_the_equinox_example_learns_digits_by_a_plan():
     pytest.importorskip("sklearn")
     pytest.importorskip("equinox")
-    done = example("jax_equinox").train("bfloat16", epochs=2, seconds=2.0)
+    done = example("jax_equinox").train("bfloat16", epochs=2, seconds=0.5)
     assert done["accuracy"] > 0.85 and done["plan"].error is not None

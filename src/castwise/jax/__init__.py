@@ -8,6 +8,7 @@ require("jax", extra="jax")
 
 from ._plan import Plan  # noqa: E402
 from .autocast import autocast  # noqa: E402
+from .named import named_layers  # noqa: E402
 from .optax import skip_bad_steps, with_loss_scale  # noqa: E402
 from .planning import Prepared, plan, prepare  # noqa: E402
 from .report import OpReport, Report, report  # noqa: E402
@@ -21,6 +22,7 @@ __all__ = [
     "Report",
     "all_finite",
     "autocast",
+    "named_layers",
     "plan",
     "prepare",
     "report",
