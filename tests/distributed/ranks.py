@@ -46,7 +46,8 @@ class Ranks:
         try:
             fine, value = pickle.load(self._running[rank].stdout)  # type: ignore[arg-type]
         except (EOFError, IndexError, OSError):
-            fine, value = False, "it died, or waited for the others for ever"
+            ended = [process.poll() for process in self._running] or "stopped, as they waited for ever"
+            fine, value = False, f"it gave no answer; exit statuses of all: {ended}"
         if not fine:
             self.stop()
             raise RankError(f"rank {rank}: {value}")
@@ -55,7 +56,7 @@ class Ranks:
     def _started(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "ranks.py")],
+            [sys.executable, "-X", "faulthandler", "-W", "ignore", str(HERE / "ranks.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

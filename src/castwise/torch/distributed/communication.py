@@ -85,7 +85,7 @@ def _hook(wrapper: DistributedDataParallel, dtype: torch.dtype, wide_sums: bool)
     group = wrapper.process_group
     if not wide_sums:
         _refuse_missing(dtype, group)
-    average: list[_WideHook | _NarrowHook] = []
+    average: list[_Hook] = []
 
     def send_castwise(_state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return average[0](bucket)
@@ -97,7 +97,7 @@ def _hook(wrapper: DistributedDataParallel, dtype: torch.dtype, wide_sums: bool)
         raise PolicyError(
             f"communication: the model has a communication hook of its own ({error}). Leave out one of the two."
         ) from error
-    average.append(_WideHook(dtype, group) if wide_sums else _NarrowHook(dtype, group))
+    average.append(_Hook(dtype, group, wide_sums))
 
 
 def _refuse_missing(dtype: torch.dtype, group: Any) -> None:
@@ -157,30 +157,34 @@ def _agreed_powers(parts: list[torch.Tensor], dtype: torch.dtype, group: Any) ->
     return powers_for(largest, dtype, dist.get_world_size(group))
 
 
-class _WideHook:
-    """A hook of DistributedDataParallel: `all_reduce_wide` beside the backward.
+class _Hook:
+    """A hook of DistributedDataParallel that averages buckets of gradients beside the backward.
 
     On a CPU a thread of its own does it, in the order of the buckets and in a group of its own, as other collectives of
     the backward (SyncBatchNorm's, say) may be under way. On accelerators it is a stream.
     """
 
-    def __init__(self, dtype: torch.dtype, group: Any) -> None:
-        self.packing = Packing(dtype)
+    def __init__(self, dtype: torch.dtype, group: Any, wide_sums: bool) -> None:
+        self.dtype, self.wide_sums = dtype, wide_sums
         ranks = dist.get_process_group_ranks(group)
         self.own = dist.new_group(ranks, use_local_synchronization=True) if _on_cpu(group) else group
         self._worker: ThreadPoolExecutor | None = None
         self._stream: Any = None
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        x = bucket.buffer()
-        return self._beside(x) if x.device.type == "cpu" else self._in_stream(x)
+        x, parts = bucket.buffer(), bucket.gradients()
+        return self._beside(x, parts) if x.device.type == "cpu" else self._in_stream(x, parts)
 
-    def _reduced(self, x: torch.Tensor) -> torch.Tensor:
+    def _average(self, x: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The mean over the ranks in the memory of a bucket, whose gradients are `parts`."""
+        if not self.wide_sums:
+            _all_reduce_narrow(x, parts, self.dtype, self.own)
+            return x
         wide = x if x.dtype is torch.float32 else x.to(torch.float32)
-        all_reduce_wide(wide, self.packing, self.own)
+        all_reduce_wide(wide, Packing(self.dtype), self.own)
         return x if wide is x else x.copy_(wide)
 
-    def _beside(self, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _beside(self, x: torch.Tensor, parts: list[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "castwise-gradients")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -188,14 +192,14 @@ class _WideHook:
         def run() -> None:
             try:
                 with torch.no_grad():
-                    future.set_result(self._reduced(x))
+                    future.set_result(self._average(x, parts))
             except BaseException as error:
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._worker.submit(run)
         return future
 
-    def _in_stream(self, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def _in_stream(self, x: torch.Tensor, parts: list[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
         accelerator = torch.get_device_module(x.device)
         if self._stream is None:
             self._stream = accelerator.Stream(device=x.device)
@@ -203,35 +207,21 @@ class _WideHook:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[x.device])
         with accelerator.stream(self._stream), torch.no_grad():
             x.record_stream(self._stream)
-            future.set_result(self._reduced(x))
+            future.set_result(self._average(x, parts))
         return future
 
 
-class _NarrowHook:
-    """A hook of DistributedDataParallel: the backend's all-reduce of gradients scaled by agreed powers of two."""
-
-    def __init__(self, dtype: torch.dtype, group: Any) -> None:
-        self.dtype, self.group = dtype, group
-
-    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        x: torch.Tensor = bucket.buffer()
-        parts = bucket.gradients()
-        ranks = dist.get_world_size(self.group)
-        powers = _agreed_powers(parts, self.dtype, self.group).unbind()
-        low = torch.empty_like(x, dtype=self.dtype)
-        places = list(torch.split(low, [p.numel() for p in parts]))
-        for place, part, power in zip(places, parts, powers, strict=True):
-            place.copy_(_scaled(part.reshape(-1), power, self.dtype, ranks))
-
-        def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            done.value()
-            for place, part, power in zip(places, parts, powers, strict=True):
-                part.copy_(_unscaled(place, power, self.dtype, ranks).view(part.shape))
-            return x
-
-        work: Any = dist.all_reduce(low, group=self.group, async_op=True)
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(widen)
-        return future
+def _all_reduce_narrow(x: torch.Tensor, parts: list[torch.Tensor], dtype: torch.dtype, group: Any) -> None:
+    """The mean over the ranks of a flat tensor, in place, added in `dtype` with a power of two for each part of it."""
+    ranks = dist.get_world_size(group)
+    powers = _agreed_powers(parts, dtype, group).unbind()
+    low = torch.empty_like(x, dtype=dtype)
+    places = torch.split(low, [p.numel() for p in parts])
+    for place, part, power in zip(places, parts, powers, strict=True):
+        place.copy_(_scaled(part.reshape(-1), power, dtype, ranks))
+    dist.all_reduce(low, group=group)
+    for place, part, power in zip(places, parts, powers, strict=True):
+        part.copy_(_unscaled(place, power, dtype, ranks).view(part.shape))
 
 
 def _scaled(x: torch.Tensor, power: torch.Tensor, dtype: torch.dtype, ranks: int) -> torch.Tensor:
