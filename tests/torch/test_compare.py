@@ -14,6 +14,8 @@ from castwise.errors import PolicyError
 from castwise.policy import LayerRule, Policy
 from castwise.torch import compare
 
+from .faulty import Steep
+
 
 def model_and_inputs() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
@@ -52,6 +54,31 @@ def test_a_layer_that_overflows_is_the_first_to_diverge() -> None:
     assert compare(model, x, "bfloat16").first_divergence is None
     raised = Policy(format="float16", layers=[LayerRule("4", format="float32"), LayerRule("5", format="float32")])
     assert compare(model, x, raised).first_divergence is None
+
+
+def test_a_gradient_that_overflows_is_told_at_the_layer_that_receives_it() -> None:
+    class Cliff(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Steep.apply(x, 1e10)  # type: ignore[no-any-return,no-untyped-call]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Cliff(), nn.Linear(4, 4)), torch.randn(8, 4)
+    found = compare(model, x, "float16")
+    assert found.first_divergence is None
+    assert found.first_backward_divergence is not None and found.first_backward_divergence.layer == "1"
+    assert math.isinf(found.first_backward_divergence.backward)
+    assert "gradients: first to diverge at 1" in found.table() and "gradients: first to diverge at 1" in found.page()
+    assert compare(model, x, "bfloat16").first_backward_divergence is None
+
+
+def test_a_mask_of_infinities_is_no_difference() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.masked_fill(x < 0, -math.inf)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1), nn.Linear(4, 4)), torch.randn(8, 4).abs() + 1
+    found = compare(model, x, "float16", loss=lambda y: y.float().nan_to_num().sum())
+    assert found.layers[1].total < 0.1 and found.layers[1].overflow == 0.0
 
 
 def test_it_leaves_the_model_as_it_was() -> None:

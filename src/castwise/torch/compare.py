@@ -9,6 +9,7 @@ of that is due to casts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -193,8 +194,12 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def _error(value: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> float:
-    size = float(scale.norm())
-    off = float((value - reference).norm())
+    """Relative, where the reference is finite (a mask is not); infinite where the value is not finite there."""
+    kept = reference.isfinite() & scale.isfinite()
+    size = float(scale[kept].norm())
+    off = float((value - reference)[kept].norm())
+    if math.isnan(off):
+        return math.inf
     return off / size if size > 0 else off
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from castwise.errors import PolicyError
@@ -62,6 +61,18 @@ class Comparison:
         """The first layer whose error is above 10 %, or not finite, or None where none is."""
         return next((d for d in self.layers if not d.total <= _DIVERGED or d.overflow > 0), None)
 
+    @property
+    def first_backward_divergence(self) -> LayerDifference | None:
+        """The layer nearest the loss whose output receives a gradient that is off by more than 10 %, or not finite."""
+        return next((d for d in reversed(self.layers) if d.backward > _DIVERGED), None)
+
+    @property
+    def verdict(self) -> str:
+        """Where the two come apart, forward and backward, in words."""
+        first, back = self.first_divergence, self.first_backward_divergence
+        forward = f"first to diverge: {first.layer}" if first else "no layer diverges"
+        return f"{forward}; gradients: {f'first to diverge at {back.layer}' if back else 'none diverges'}"
+
     def ordered(self, by: str = "order") -> list[LayerDifference]:
         """The layers by a column, the largest first (by order: the first first).
 
@@ -84,13 +95,11 @@ class Comparison:
         lines[-1] += "".join(f"{name:>13}" for name in _COLUMNS)
         for d in self.ordered(by):
             lines.append(f"{d.layer:<{width}}" + "".join(f"{_shown(getattr(d, name)):>13}" for name in _COLUMNS))
-        first = self.first_divergence
-        lines.append(f"first to diverge: {first.layer}" if first else "no layer diverges")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.verdict])
 
     def page(self) -> str:
         """The comparison as one HTML page whose columns sort when their heads are clicked."""
-        return _page(self.precision, self.layers, self.first_divergence)
+        return _page(self)
 
 
 def _rank(value: float) -> float:
@@ -117,21 +126,22 @@ td,th{padding:.2rem .6rem;border-bottom:1px solid #8884}tr.first{background:#cf2
 """
 
 
-def _page(precision: str, layers: Sequence[LayerDifference], first: LayerDifference | None) -> str:
+def _page(found: Comparison) -> str:
+    first = found.first_divergence
     heads = "".join(f"<th>{name}</th>" for name in ("layer", *_COLUMNS))
     rows = []
-    for d in layers:
+    for d in found.layers:
         cells = "".join(
             f'<td data-v="{_rank(v) if math.isfinite(_rank(v)) else 1e308:.9g}">{_shown(v)}</td>'
             for v in (getattr(d, name) for name in _COLUMNS)
         )
         rows.append(f'<tr class="{"first" if d is first else ""}"><td>{html.escape(d.layer)}</td>{cells}</tr>')
-    title = f"float32 beside {html.escape(precision)}"
-    told = f"First to diverge: {html.escape(first.layer)}." if first else "No layer diverges."
+    title = f"float32 beside {html.escape(found.precision)}"
+    verdict = found.verdict[0].upper() + html.escape(found.verdict[1:])
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>
-<p>Relative errors of the same step, layer by layer. {told}</p>
+<p>Relative errors of the same step, layer by layer. {verdict}.</p>
 <div><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>
 <script>{_SCRIPT}</script></body></html>
 """
