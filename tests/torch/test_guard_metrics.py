@@ -188,3 +188,33 @@ def test_only_the_steps_that_are_asked_for_are_logged() -> None:
     seen: list[Any] = []
     trained("float32", seen.append, steps=3, every=2)
     assert [r["step"] for r in seen if "event" not in r] == [2]
+
+
+def trained_once(watched: bool) -> tuple[list[Any], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    amp = Amp(model, torch.optim.SGD(model.parameters(), 0.1), "float16")
+    seen: list[Any] = []
+    if watched:
+        watch(amp, seen.append, layers_every=2)
+    for _ in range(3):
+        with amp:
+            loss = model(torch.randn(8, 4)).float().square().mean()
+        amp.step(loss)
+    return seen, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_close_look_changes_nothing_of_what_is_trained() -> None:
+    (_, alone), (seen, watched) = trained_once(False), trained_once(True)
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    assert seen[0]["activation_subnormal/0"] >= 0.0
+
+
+def test_a_look_that_an_exception_cuts_short_leaves_nothing_behind() -> None:
+    model = nn.Linear(4, 1)
+    amp = Amp(model, torch.optim.SGD(model.parameters(), 0.1), "float16")
+    watch(amp)
+    with pytest.raises(RuntimeError), amp:
+        model(torch.randn(2, 3))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not model._forward_hooks and not model._forward_pre_hooks

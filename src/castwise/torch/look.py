@@ -3,11 +3,13 @@
 A dispatch mode sees every kernel of the forward and of the backward. A kernel with a 16-bit result is made again in
 float32, or, where it is a cast, compared with what it was given: so what overflows, underflows or becomes subnormal is
 counted exactly, not guessed from what is left. Random kernels are not made again, and nothing that the step computes
-changes. Such a step takes several times as long as others; it is meant for one in many.
+changes. Compiled code runs as it was written meanwhile. Such a step takes several times as long as others; it is meant
+for one in many.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +74,23 @@ class Look(Trace):
         self.outputs: dict[str, float] = {}
         self.hazards: dict[str, str] = {}
         self._loops = Loops()
+        self._eager: Any = None
 
     def __enter__(self) -> Look:
         for path, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(_Enter(self, path), prepend=True))
             self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
+        if "torch._dynamo" in sys.modules:  # compiled code shows no kernels, and a full graph refuses to be watched
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
         super(Trace, self).__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
 
     def hazard(self, cause: str, evidence: str) -> None:
         """Note something unhealthy; the first of each cause is kept."""
