@@ -217,3 +217,11 @@ def test_an_op_whose_result_is_not_finite_though_its_inputs_are_goes_back_to_fp3
     done = convert(m, calibration=feed, tolerance=1e-2)
     assert rows(done)["sub"].format == "fp32"
     assert done.report.error <= 1e-2
+
+
+def test_without_calibration_data_inputs_are_made_up_and_what_that_cannot_show_is_said(caplog):
+    with caplog.at_level("WARNING", logger="castwise.onnx"):
+        done = convert(_deep(), tolerance=1e-2)
+    assert not done.report.calibrated and done.report.samples == 1
+    assert any("made up" in note and "give calibration data" in note for note in done.report.notes)
+    assert any("cannot show whether real values leave the range" in record.message for record in caplog.records)
