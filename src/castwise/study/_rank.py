@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from castwise.errors import CastwiseError
 from castwise.study._torch_ranks import follow, meeting
 from castwise.study.ranks import STATUS, WORDS
 
@@ -18,7 +19,10 @@ def main() -> int:
     words: list[str] = json.loads(os.environ[WORDS])
     with meeting() as rank:
         if rank != 0:
-            follow(words)
+            try:
+                follow(words)
+            except CastwiseError as error:  # the first rank meets it too, and says it at length
+                print(f"castwise: rank {rank} has ended: {type(error).__name__}", file=sys.stderr)
             return 0
         status = command(["study", *words])
         Path(os.environ[STATUS]).write_text(str(status), encoding="utf-8")

@@ -55,7 +55,8 @@ def launch(words: Sequence[str], nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
         status = Path(folder) / "status"
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        environment = {**os.environ, STATUS: str(status), WORDS: json.dumps(list(words))}
+        share = str(max(1, (os.cpu_count() or 1) // nproc))  # of the cores, for each rank
+        environment = {"OMP_NUM_THREADS": share, **os.environ, STATUS: str(status), WORDS: json.dumps(list(words))}
         process = subprocess.Popen([sys.executable, *run, "-m", "castwise.study._rank"], env=environment)
         try:
             ended = process.wait()
