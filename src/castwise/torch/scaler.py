@@ -91,7 +91,7 @@ class GradScaler:
         self._scale: dict[torch.device, torch.Tensor] = {}
         self._progress: dict[int, _Progress] = {}
         self._optimizers: dict[int, Optimizer] = {}
-        self._shards: weakref.WeakKeyDictionary[Optimizer, Ranks | None] = weakref.WeakKeyDictionary()
+        self._shards: weakref.WeakKeyDictionary[Optimizer, Ranks | None] | None = None  # made when it is needed
         self._scaled = False
         self._last: _Progress | None = None
 
@@ -223,6 +223,8 @@ class GradScaler:
 
     def _ranks_of(self, optimizer: Optimizer) -> Ranks | None:
         """The ranks that hold shards of an optimizer's parameters, found once."""
+        if self._shards is None:
+            self._shards = weakref.WeakKeyDictionary()
         if optimizer not in self._shards:
             self._shards[optimizer] = ranks_of_tensors(parameters_of([optimizer]))
         return self._shards[optimizer]
@@ -336,7 +338,7 @@ class GradScaler:
             "_scale": {},
             "_progress": {},
             "_optimizers": {},
-            "_shards": weakref.WeakKeyDictionary(),
+            "_shards": None,
             "_last": None,
         }
 
