@@ -139,6 +139,20 @@ def test_gradients_are_divided_by_the_scale_they_were_multiplied_by():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_loop_without_fit_steps_and_skips():
+    model = _dense()
+    optimizer = ck.LossScaleOptimizer(keras.optimizers.SGD(0.5), init_scale=4.0)
+    good = [ops.ones(w.shape) * 4.0 for w in model.trainable_variables]
+    start = model.get_weights()
+    optimizer.apply(good, model.trainable_variables)
+    for before, after in zip(start, model.get_weights(), strict=True):
+        np.testing.assert_allclose(after, before - 0.5, atol=1e-6)
+    kept = model.get_weights()
+    optimizer.apply([g * np.inf for g in good], model.trainable_variables)
+    assert all((a == b).all() for a, b in zip(kept, model.get_weights(), strict=True))
+    assert (optimizer.state.steps, optimizer.state.skipped, optimizer.state.scale) == (2, 1, 2.0)
+
+
 def test_gradient_accumulation_leaves_out_bad_micro_batches():
     inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     model = _dense()
@@ -370,6 +384,16 @@ def test_apply_float32_takes_everything_back():
     assert all("call" not in vars(layer) for layer in model.layers)
     with pytest.raises(PolicyError, match="apply"):
         ck.record(model, ops.convert_to_tensor(x))
+
+
+def test_a_model_made_with_a_map_of_policies_follows_the_new_one(tmp_path):
+    kinds = keras.dtype_policies
+    policies = kinds.DTypePolicyMap(keras.DTypePolicy("mixed_float16"), {"x": keras.DTypePolicy("float32")})
+    model = ck.apply(_dense(dtype=policies), "bfloat16")
+    found = ck.record(model, ops.ones((2, 4)))
+    assert {r.format for r in found.of(layer="hidden") if r.rule == "low"} == {"bfloat16"}
+    model.save(tmp_path / "m.keras")
+    assert keras.models.load_model(tmp_path / "m.keras").get_layer("hidden").dtype_policy.name == "mixed_bfloat16"
 
 
 def test_measured_risk_keeps_a_layer_that_leaves_the_range_in_float32():

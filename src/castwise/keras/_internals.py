@@ -30,6 +30,7 @@ __all__ = [
     "no_automatic_dependency_tracking",
     "own_losses",
     "replace_variable",
+    "set_dtype_policy",
     "set_keras_mask",
     "unlocked",
 ]
@@ -57,6 +58,11 @@ def replace_variable(variable: Any, dtype: str) -> None:
     value = keras.ops.cast(variable.value, dtype)
     variable._dtype = dtype
     variable._initialize(value)
+
+
+def set_dtype_policy(layer: Any, policy: Any) -> None:
+    """Give one layer a dtype policy of its own, also one that shares a ``DTypePolicyMap`` with others."""
+    layer._dtype_policy = policy
 
 
 @contextlib.contextmanager

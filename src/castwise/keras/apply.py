@@ -17,7 +17,7 @@ from castwise.policy import LayerRule, Policy
 from . import _optimizer
 from ._device import resolve
 from ._dtypes import RegionPolicy, keras_name
-from ._internals import backend_name, keras, replace_variable
+from ._internals import backend_name, keras, replace_variable, set_dtype_policy
 from ._measure import faster_than_float32, risky_layers
 from ._outputs import output_layers
 from ._paths import layer_paths
@@ -94,7 +94,7 @@ def _complete(root: Root, resolved: Policy) -> None:
         uninstall(layer)
     root.paths = layer_paths(root.model)
     for path, layer in root.paths.items():
-        layer.dtype_policy = RegionPolicy(keras_name(resolved.low_format), root=path == "")
+        set_dtype_policy(layer, RegionPolicy(keras_name(resolved.low_format), root=path == ""))
     known = _known_rules(resolved, root.paths)
     root.changed(_with_output_rules(known, output_layers(root.model, root.paths, None)))
     root.install()
@@ -150,7 +150,7 @@ def _escaped(path: str) -> str:
 def _install(model: Any, asked: Policy, policy: Policy, paths: dict[str, Any]) -> Root:
     root = Root(model, asked, policy, paths)
     for path, layer in paths.items():
-        layer.dtype_policy = RegionPolicy(keras_name(policy.low_format), root=path == "")
+        set_dtype_policy(layer, RegionPolicy(keras_name(policy.low_format), root=path == ""))
     root.install()
     return root
 
@@ -182,7 +182,7 @@ def _name_policies(root: Root, example_inputs: Any) -> None:
             name = keras_name(parse_format(narrow[0]))
         else:
             name = "float32" if found or is_wide(root.policy.low_format) else keras_name(root.policy.low_format)
-        layer.dtype_policy = RegionPolicy(name, root=path == "")
+        set_dtype_policy(layer, RegionPolicy(name, root=path == ""))
 
 
 def _wide_by_rule(root: Root) -> Iterable[str]:
@@ -240,6 +240,6 @@ def _release(model: Any) -> None:
 def _as_keras_runs_it(model: Any, paths: dict[str, Any]) -> Any:
     """All float32: plain Keras, with nothing of Castwise in the way."""
     for layer in paths.values():
-        layer.dtype_policy = keras.DTypePolicy("float32")
+        set_dtype_policy(layer, keras.DTypePolicy("float32"))
     _optimizer.unwrap(model)
     return model

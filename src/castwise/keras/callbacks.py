@@ -36,6 +36,7 @@ class StopOnCollapse(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.every = every
         self._skipped = 0
+        self._looked = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Skips of an earlier run are not reported again."""
@@ -43,9 +44,14 @@ class StopOnCollapse(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipped = optimizer.state.skipped if optimizer is not None else 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Look, every few steps."""
-        if (batch + 1) % self.every == 0:
+        """Look, every few steps; with ``steps_per_execution``, after the execution that passes them."""
+        if batch + 1 - self._looked >= self.every:
+            self._looked = batch + 1
             self._look(logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Batches are counted from the start of the epoch."""
+        self._looked = 0
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Look, and put the scale and the skips into the history."""

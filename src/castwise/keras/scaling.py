@@ -36,7 +36,7 @@ from castwise.policy import Policy
 from castwise.scaling import ScaleState, ScalingConfig, advance, initial_state, stalled_message
 
 from ._device import resolve
-from ._internals import keras, no_automatic_dependency_tracking
+from ._internals import backend_name, keras, no_automatic_dependency_tracking
 
 __all__ = ["LossScaleOptimizer"]
 
@@ -216,6 +216,15 @@ class LossScaleOptimizer(_SavedAsKerasOptimizer, keras.optimizers.LossScaleOptim
         with keras.StatelessScope(state_mapping=mapping) as scope:
             self._advance(False)
         return trainable_variables, [scope.get_current_value(v) for v in self.variables]
+
+    def _common_apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        finite = self.check_finite(grads)
+        if backend_name() != "jax":
+            self._step_if(finite, grads, trainable_variables)
+        elif finite:  # a loop without jit: JAX traces the branches of a condition, and no trace may write variables
+            self._stateful_handle_finite_grads(grads, trainable_variables)
+        else:
+            self._stateful_handle_non_finite_grads()
 
     def _tf_apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """On TensorFlow, all replicas agree first.
