@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from castwise.torch import Amp
 
 Forward = Callable[..., Any]
 
@@ -50,9 +53,23 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def count(model: nn.Module, forward: Forward, x: torch.Tensor, y: torch.Tensor) -> Counts:
-    """Casts and saved bytes of one step of ``model`` run as ``forward``."""
-    forward(x)  # captures, and whatever else happens once
+def count(
+    model: nn.Module,
+    forward: Forward,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    amp: Amp | None = None,
+) -> Counts:
+    """Casts and saved bytes of one step of ``model`` run as ``forward``, or in the region of an ``amp``.
+
+    An ``amp`` has made a step before: what is kept from step to step is there.
+    """
+    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if amp is None else amp
+    with region:
+        loss = F.cross_entropy(forward(x).float(), y)  # captures, and whatever else happens once
+    if amp is not None:
+        amp.step(loss)
+    del loss
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -61,12 +78,19 @@ def count(model: nn.Module, forward: Forward, x: torch.Tensor, y: torch.Tensor) 
         return t
 
     with _Counter(model) as counter:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        if amp is not None:
+            counter.owned |= {cast.untyped_storage().data_ptr() for cast in kept_casts(amp)}
+        with region, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = F.cross_entropy(forward(x).float(), y)
         counter.counts.saved_bytes = sum(storage.nbytes() for storage in saved.values())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward() if amp is None else amp.backward(loss)  # type: ignore[no-untyped-call]
     model.zero_grad()
     return counter.counts
+
+
+def kept_casts(amp: Amp) -> list[torch.Tensor]:
+    """The casts of weights that an ``Amp`` keeps from step to step."""
+    return [found.cast for _, kept in amp._cache._kept.values() for found in kept.values()]
 
 
 def error(model: nn.Module, forward: Forward, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:

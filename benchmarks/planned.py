@@ -43,6 +43,7 @@ from _models import GPT, Past, Speaker, Task, planned_tasks
 from _planned_counts import amp_forward, count, error, low_forward
 
 from castwise.hardware import detect
+from castwise.plan import Verdict
 from castwise.torch import Amp, apply, compile, for_inference, plan
 from castwise.torch.planning import Plan, Prepared, prepare, verified
 
@@ -174,28 +175,44 @@ def section_counts(args: argparse.Namespace) -> None:
         model, x, y = built(task)
         copied, in_low = low_forward(model, low)
         arms = {
-            "fp32": (model, model, None),
-            "torch.amp": (model, amp_forward(model, "cpu", low), None),
-            "all 16 bits": (copied, in_low, None),
+            "fp32": (model, model, None, None),
+            "torch.amp": (model, amp_forward(model, "cpu", low), None, None),
+            "all 16 bits": (copied, in_low, None, None),
         }
         for favour in ("speed", "memory"):
             planned, found, batches = plan_for(task, args, favour)
+            amp = Amp(planned, torch.optim.AdamW(planned.parameters(), 0.0, weight_decay=0.0, fused=True), plan=found)
             # What the format's own kernels keep and cast: emulation would add casts of its own.
-            arms[f"planned for {favour}"] = (planned, apply(planned, found, emulate=False), found)
+            amp.planned = apply(planned, found, emulate=False)
+            arms[f"planned for {favour}"] = (planned, amp.planned, found, amp)
         base = count(model, model, x, y)
-        able = that_run({arm: lambda run=forward, x=x: run(x) for arm, (_, forward, _) in arms.items()}, task.name)
-        for arm, (owner, forward, found) in arms.items():
+        able = that_run({arm: lambda run=forward, x=x: run(x) for arm, (_, forward, _, _) in arms.items()}, task.name)
+        amped = None
+        for arm, (owner, forward, found, amp) in arms.items():
             if arm not in able:
                 continue
-            counted = count(owner, forward, x, y)
+            counted = count(owner, owner if amp is not None else forward, x, y, amp)
+            amped = counted if arm == "torch.amp" else amped
+            against = "-" if amped is None else f"{counted.cast_bytes / amped.cast_bytes:.2f}"
             errors = error(owner, forward, batches)
             ratio = "-" if found is None or found.verification is None else f"{found.verification.ratio:.2f}"
             rows.append([
-                task.name, arm, str(counted.casts), f"{counted.cast_bytes / 1e6:.2f}",
+                task.name, arm, str(counted.casts), f"{counted.cast_bytes / 1e6:.2f}", against,
                 f"{counted.saved_bytes / 1e6:.2f}",
                 f"{counted.saved_bytes / base.saved_bytes:.2f}", f"{errors[0]:.1e}", f"{errors[1]:.1e}", ratio,
             ])  # fmt: skip
-    header = ["counts", "arm", "casts", "MB cast", "MB saved", "/ fp32", "error", "of gradients", "actual/predicted"]
+    header = [
+        "counts",
+        "arm",
+        "casts",
+        "MB cast",
+        "/ torch.amp",
+        "MB saved",
+        "/ fp32",
+        "error",
+        "of gradients",
+        "actual/predicted",
+    ]
     print(table(header, rows))
 
 
@@ -318,20 +335,64 @@ def trained(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]], 
 
 
 def section_flips(args: argparse.Namespace) -> None:
+    """The most decisive ops of a plan, each flipped alone: by predicted cost, then by the clock of this machine."""
     rows = []
     for task in chosen(args):
         _, found, _ = plan_for(task, args, "speed")
         verdicts = found.most_decisive(20)
-        budget = found.budget if found.budget is not None else float("inf")
-        better = [
-            verdict.op
-            for verdict in verdicts
-            if verdict.change.seconds < 0 and found.score.noise + verdict.change.noise <= budget
-        ]
+        better = [verdict.op for verdict in verdicts if verdict.change.seconds < 0 and affords(found, verdict)]
         cheapest = min((verdict.change.seconds for verdict in verdicts), default=0.0)
         rows.append([task.name, str(len(verdicts)), str(len(better)), f"{1e6 * cheapest:+.1f}"])
     header = ["flips, predicted", "ops", "faster within the budget", "least change of a step, µs"]
+    print(table(header, rows), flush=True)
+    rows = []
+    for task in chosen(args):
+        model, x, y = built(task)
+        policy = {"bf16": "bfloat16", "fp16": "float16"}[args.low]
+        found = plan(model, (x,), loss=lambda out, y=y: loss_of(out, y), policy=policy)
+        affordable = [verdict.op for verdict in found.most_decisive(20) if affords(found, verdict)]
+        arms = {"plan": passes(model, found, x, y)}
+        arms |= {op: passes(model, flipped(found, op), x, y) for op in affordable}
+        times, rounds = rounds_of(arms, args.rounds, seconds=args.seconds)
+        # The plan beside itself shows how far apart equal arms are measured here.
+        again, _ = rounds_of({"one": arms["plan"], "other": arms["plan"]}, args.rounds, seconds=args.seconds)
+        spread = abs(again["one"].seconds / again["other"].seconds - 1)
+        ratios = {op: times[op].seconds / times["plan"].seconds for op in affordable}
+        least = min(ratios, key=lambda op: ratios[op], default="-")
+        faster = [op for op, ratio in ratios.items() if ratio < 1 - spread]
+        low = f"{int(found.labels.sum())} of {len(found.labels)}"
+        rows.append([task.name, low, str(len(affordable)), str(len(faster)), least,
+                     f"{ratios.get(least, 1.0):.3f}", f"{spread:.3f}", str(rounds)])  # fmt: skip
+    header = ["flips, measured", f"in {args.low}", "ops within the budget", "faster", "fastest", "/ plan", "equal arms",
+              "rounds"]  # fmt: skip
     print(table(header, rows))
+
+
+def affords(found: Plan, verdict: Verdict) -> bool:
+    """Whether flipping an op stays within the plan's noise budget."""
+    budget = found.budget if found.budget is not None else float("inf")
+    return found.score.noise + verdict.change.noise <= budget
+
+
+def flipped(found: Plan, op: str) -> Plan:
+    """The plan with one op in its other format."""
+    labels = found.labels.copy()
+    position = found.problem.graph.positions[op]
+    labels[position] = not labels[position]
+    return replace(found, labels=labels)
+
+
+def passes(model: nn.Module, decided: Plan, x: torch.Tensor, y: torch.Tensor) -> Step:
+    """Forward and backward by a plan."""
+    amp = Amp(model, torch.optim.SGD(model.parameters(), 0.0), plan=decided)
+
+    def run() -> None:
+        with amp:
+            loss = loss_of(model(x), y)
+        loss.backward()
+        model.zero_grad()
+
+    return run
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def _graph_to_dict(graph: Graph) -> dict[str, Any]:
         "ops": _columns(Op, graph.ops),
         "views": dict(graph.views),
         "mutated": {str(tensor): op for tensor, op in graph.mutated.items()},
+        "parts": list(graph.parts),
+        "eager": list(graph.eager),
     }
 
 
@@ -167,7 +169,8 @@ def _graph_from_dict(data: Mapping[str, Any]) -> Graph:
     tensors = (Tensor(**{**row, "kind": Kind(row["kind"])}) for row in _rows(data["tensors"], ("shape",)))
     ops = (Op(**row) for row in _rows(data["ops"], ("inputs", "outputs", "saves", "promotes")))
     mutated = {int(tensor): op for tensor, op in data["mutated"].items()}
-    return Graph(tuple(ops), tuple(tensors), data["training"], data["name"], data["views"], mutated)
+    broken = {name: tuple(data.get(name, ())) for name in ("parts", "eager")}
+    return Graph(tuple(ops), tuple(tensors), data["training"], data["name"], data["views"], mutated, **broken)
 
 
 def _costs_to_dict(costs: Costs) -> dict[str, Any]:

@@ -94,6 +94,10 @@ class Summary:
     noise: Breakdown
     stays_fp32: tuple[Kept, ...]
     gap: float
+    parts: int = 1
+    """Graphs that the model was captured as."""
+    eager: tuple[str, ...] = ()
+    """What of the model is in none of them, where, and why: it runs as it is written."""
 
     @property
     def speedup(self) -> float:
@@ -122,7 +126,7 @@ class Summary:
             )
         proven = self.gap <= _NEGLIGIBLE * self.planned.seconds
         lines.append(f"  optimum {'proven' if proven else f'at most {show_seconds(self.gap)} away'}")
-        return "\n".join([*lines, *self._reasons()])
+        return "\n".join([*lines, *self._reasons(), *self._eager()])
 
     def _noise(self) -> str:
         if not self.calibrated:
@@ -131,6 +135,11 @@ class Summary:
         parts = ("values", "weights", "casts", "accumulation", "range")
         shares = [f"{part} {getattr(self.noise, part) / total:.0%}" for part in parts] if total else []
         return f"output error {self.relative_error:.2e}" + (f" ({', '.join(shares)})" if shares else "")
+
+    def _eager(self) -> list[str]:
+        if not self.eager:
+            return []
+        return [f"  left as written, between {self.parts} graphs:", *(f"    {what}" for what in self.eager)]
 
     def _reasons(self) -> list[str]:
         if not self.stays_fp32:
@@ -188,6 +197,8 @@ def summarise(plan: Plan) -> Summary:
         noise=plan.breakdown,
         stays_fp32=tuple(_stays_fp32(plan, np.flatnonzero(floats & ~plan.labels).tolist())),
         gap=plan.gap,
+        parts=max(1, len(graph.parts)),
+        eager=graph.eager,
     )
 
 

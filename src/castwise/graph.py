@@ -126,6 +126,10 @@ class Graph:
     """Names of views that were collapsed, and the tensor each one shows."""
     mutated: Mapping[int, str] = field(default_factory=dict)
     """Tensors that share their storage with other versions of themselves, and the op that writes in place."""
+    parts: tuple[int, ...] = ()
+    """Ops in each of the graphs that this one is joined from; empty where the model was captured as one graph."""
+    eager: tuple[str, ...] = ()
+    """What of the model is between the parts and runs as it is written: where, and why it was not captured."""
 
     def __post_init__(self) -> None:
         _check(self)

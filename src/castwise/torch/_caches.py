@@ -49,35 +49,35 @@ def caches_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [leaf for leaf in pytree.tree_flatten((tuple(args), dict(kwargs)))[0] if is_cache(leaf)]
 
 
-def _taken_apart(x: Any, tensors: list[torch.Tensor]) -> Any:
-    """A skeleton of a cache, or a part of one, with its tensors moved to a list."""
-    if isinstance(x, torch.Tensor):
-        tensors.append(x)
-        return _SLOT
+def _rebuilt(x: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A copy of a cache, or of a part of one, with `leaf` of everything in it that holds nothing else."""
     if isinstance(x, list | tuple):
-        return type(x)([_taken_apart(part, tensors) for part in x])
+        return type(x)([_rebuilt(part, leaf) for part in x])
     if isinstance(x, dict):
-        return {key: _taken_apart(part, tensors) for key, part in x.items()}
-    if is_cache(x):
-        skeleton = copy.copy(x)
-        skeleton.__dict__ = {name: _taken_apart(part, tensors) for name, part in vars(x).items()}
-        return skeleton
-    return x
-
-
-def _put_together(x: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse; uses up the list from its start."""
-    if x is _SLOT:
-        return tensors.pop(0)
-    if isinstance(x, list | tuple):
-        return type(x)([_put_together(part, tensors) for part in x])
-    if isinstance(x, dict):
-        return {key: _put_together(part, tensors) for key, part in x.items()}
+        return {key: _rebuilt(part, leaf) for key, part in x.items()}
     if is_cache(x):
         made = copy.copy(x)
-        made.__dict__ = {name: _put_together(part, tensors) for name, part in vars(x).items()}
+        made.__dict__ = {name: _rebuilt(part, leaf) for name, part in vars(x).items()}
         return made
-    return x
+    return leaf(x)
+
+
+def _taken_apart(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """A skeleton of a cache with its tensors moved to a list."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return _SLOT
+
+    return _rebuilt(x, leaf)
+
+
+def _put_together(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """The reverse."""
+    rest = iter(tensors)
+    return _rebuilt(skeleton, lambda value: next(rest) if value is _SLOT else value)
 
 
 def _described(x: Any) -> Any:

@@ -5,6 +5,9 @@ by the general rules for nested structures. For a small model that costs as much
 arguments, read at each call from the dictionaries in which the model itself keeps them: a parameter that was moved or
 replaced is found without a search. And ops are called through torch's own Python functions, which take half the time of
 calling them by schema.
+
+Casts of parameters are arguments too: where somebody keeps them from step to step (an `Amp`, whose optimizer step
+writes them anew), they are those that are kept.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from torch.utils import _pytree as pytree
 
 from . import _aten
 from ._caches import Returned, caches_of
+from ._casts import CastCache
+from ._rewrite import CAST
 
-__all__ = ["FlatRun"]
+__all__ = ["FlatRun", "KeptCasts"]
 
 # Where torch keeps the functions and methods that it generates from the schemas of ops.
 _HOMES = (
@@ -33,14 +38,33 @@ _Place = tuple[dict[str, Any], str]
 _NOTHING: Mapping[str, Any] = {}
 
 
+class KeptCasts:
+    """Where casts of parameters are kept now, if anywhere."""
+
+    def __init__(self) -> None:
+        self.cache: CastCache | None = None
+
+    def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in a 16-bit format."""
+        cache = self.cache
+        return weight.to(dtype) if cache is None else cache.get(weight, dtype, lambda x: x.to(dtype))
+
+
 class FlatRun:
     """Runs a graph on its flat inputs. Parameters and buffers are those of `model` where it has them."""
 
-    def __init__(self, module: fx.GraphModule, model: nn.Module | None, returned: Returned | None = None) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        model: nn.Module | None,
+        returned: Returned | None = None,
+        casts: KeptCasts | None = None,
+    ) -> None:
         self._model = model
         self._returned = returned if returned is not None and returned.caches else None
         self._out_spec = module._out_spec if hasattr(module, "_out_spec") else None
-        graph, self._paths = _without_attributes(module.graph)
+        self._casts = KeptCasts() if casts is None else casts
+        graph, self._paths, self._low = _without_attributes(module)
         self._source = module
         self._run: Callable[..., Any] = fx.GraphModule(module, graph).forward
         self._find()
@@ -50,7 +74,9 @@ class FlatRun:
             if children.get(name) is not child:
                 self._find()  # a submodule was replaced
                 break
-        outputs = self._run(*flat, *[held[name] for held, name in self._places])
+        given = [held[name] for held, name in self._places]
+        low = [self._casts.of(given[position], dtype) for position, dtype in self._low]
+        outputs = self._run(*flat, *given, *low)
         if self._returned is not None:
             return self._returned.restored(outputs, caches_of(args, kwargs))
         return outputs if self._out_spec is None else pytree.tree_unflatten(outputs, self._out_spec)
@@ -84,11 +110,16 @@ class FlatRun:
         return None
 
 
-def _without_attributes(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
-    """The graph with an argument in place of each attribute, after its own arguments, and what these stand for."""
-    flat = fx.Graph()
+def _without_attributes(module: fx.GraphModule) -> tuple[fx.Graph, list[str], list[tuple[int, torch.dtype]]]:
+    """The graph with arguments in place of attributes and of casts of parameters, after its own arguments.
+
+    Also what these stand for: paths of attributes, and of each cast which of these it is of, and its format.
+    """
+    graph, flat = module.graph, fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     paths: dict[str, fx.Node] = {}
+    low: dict[tuple[str, torch.dtype], fx.Node] = {}
+    casts = [node for node in graph.nodes if _casts_parameter(module, node)]
     for node in graph.nodes:
         if node.op == "placeholder":
             new[node] = flat.placeholder(str(node.target))
@@ -98,11 +129,28 @@ def _without_attributes(graph: fx.Graph) -> tuple[fx.Graph, list[str]]:
             if path not in paths:
                 paths[path] = flat.placeholder(f"castwise_given_{len(paths)}")
             new[node] = paths[path]
+    for node in casts:
+        cast = (str(node.args[0].target), node.args[1])
+        if cast not in low:
+            low[cast] = flat.placeholder(f"castwise_low_{len(low)}")
+        new[node] = low[cast]
     for node in graph.nodes:
         if node not in new and not (node.op == "get_attr" and not node.users):
             new[node] = flat.node_copy(node, new.__getitem__)
             new[node].target = _direct(node.target)
-    return flat, list(paths)
+    order = list(paths)
+    return flat, order, [(order.index(path), dtype) for path, dtype in low]
+
+
+def _casts_parameter(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node is a cast of the plan, of a parameter that is not written in the graph."""
+    if node.target is not CAST or "castwise_op" in node.meta or len(node.args) != 2:
+        return False
+    source, dtype = node.args
+    if not isinstance(source, fx.Node) or source.op != "get_attr" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    parameter = isinstance(_aten.attribute(module, str(source.target)), nn.Parameter)
+    return parameter and not any(_aten.mutated(user) for user in source.users)
 
 
 def _direct(target: Any) -> Any:

@@ -17,7 +17,8 @@ __all__ = ["StudyRun", "random_state_kept"]
 class StudyRun(fx.Interpreter):
     """Runs a graph whose parameters are leaves of this run: same memory, own gradients. Buffers are copies.
 
-    Floating inputs are leaves too, where `input_gradients` is true.
+    Floating inputs are leaves too, where `input_gradients` is true. Where they are results of another graph of the same
+    model, their gradients go on to it.
     """
 
     def __init__(self, module: fx.GraphModule, *, gradients: bool = True, input_gradients: bool = False) -> None:
@@ -29,6 +30,8 @@ class StudyRun(fx.Interpreter):
         x = super().placeholder(target, args, kwargs)
         if isinstance(x, torch.Tensor) and x.is_floating_point():
             # A copy, so that the graph may change it in place and the caller's stays as it is.
+            if x.grad_fn is not None:
+                return x.clone()
             return x.detach().requires_grad_(self.input_gradients).clone()
         return x
 

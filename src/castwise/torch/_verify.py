@@ -10,9 +10,12 @@ from typing import Any, Self
 import torch
 from torch import fx
 
+from castwise._joined import in_part
+
 from ._rewrite import rewrite
 from ._run import StudyRun, floating, random_state_kept
-from .capture import Captured, as_call, flat_inputs
+from .capture import Captured
+from .parts import CapturedParts, part_formats
 
 __all__ = ["Result", "Verification", "Verifier"]
 
@@ -63,19 +66,22 @@ class Verification:
 
 
 class Verifier:
-    """Runs plans of one captured graph on some batches. fp32's results are computed once."""
+    """Runs plans of one captured model on some batches. fp32's results are computed once."""
 
-    def __init__(self, captured: Captured, fmt: str, device_type: str, batches: Sequence[Any]) -> None:
+    def __init__(self, captured: Captured | CapturedParts, fmt: str, device_type: str, batches: Sequence[Any]) -> None:
         self.captured, self.fmt, self.device_type = captured, fmt, device_type
-        self.calls = [flat_inputs(*as_call(batch)) for batch in batches]
-        self.exact = [self._run(captured.module, call) for call in self.calls]
+        self.batches = batches
+        exact = [part.module for part in captured.parts]
+        self.exact = [self._run(exact, batch) for batch in batches]
 
     def try_plan(self, formats: Mapping[str, str]) -> Result:
         """Outputs and gradients under a plan, against fp32's."""
-        module = rewrite(self.captured, formats, self.fmt, self.device_type)
+        modules = self._rewritten(formats)
         outputs, gradients = _Difference(), _Difference()
-        for call, (want, want_gradients) in zip(self.calls, self.exact, strict=True):
-            have, have_gradients = self._run(module, call)
+        for batch, (want, want_gradients) in zip(self.batches, self.exact, strict=True):
+            have, have_gradients = self._run(modules, batch)
+            if [y.shape for y in have] != [y.shape for y in want]:  # another path through the model
+                return Result(math.inf, math.nan, True)
             for a, b in zip(have, want, strict=True):
                 outputs.add(a, b)
             for name, b in want_gradients.items():
@@ -84,29 +90,52 @@ class Verifier:
 
     def guilty(self, formats: Mapping[str, str]) -> list[str]:
         """Ops whose results are not finite although all that they read is, under a plan; the first of each batch."""
-        module = rewrite(self.captured, formats, self.fmt, self.device_type)
-        found = []
-        for call in self.calls:
-            hunt = _Hunt(module)
-            with random_state_kept(_SEED), torch.no_grad():
-                hunt.run(*call)
-            found += [hunt.op] if hunt.op else []
-        return list(dict.fromkeys(found))
+        modules = self._rewritten(formats)
+        found: dict[str, None] = {}
+        for batch in self.batches:
+            guilty: list[str] = []
 
-    def _run(self, module: fx.GraphModule, call: list[Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+            def hunt(number: int, flat: list[Any], guilty: list[str] = guilty) -> Any:
+                hunted = _Hunt(modules[number])
+                result = hunted.run(*flat)
+                if hunted.op:
+                    guilty.append(self._id(number, hunted.op))
+                return result
+
+            with self.captured.kept(), random_state_kept(_SEED), torch.no_grad():
+                self.captured.run(batch, hunt)
+            found |= dict.fromkeys(guilty[:1])
+        return list(found)
+
+    def _rewritten(self, formats: Mapping[str, str]) -> list[fx.GraphModule]:
+        return [
+            rewrite(part, part_formats(self.captured, number, formats), self.fmt, self.device_type)
+            for number, part in enumerate(self.captured.parts)
+        ]
+
+    def _id(self, number: int, op: str) -> str:
+        return op if isinstance(self.captured, Captured) else in_part(number, op)
+
+    def _run(self, modules: Sequence[fx.GraphModule], batch: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         training = self.captured.training
-        run = StudyRun(module, gradients=training)
-        with random_state_kept(_SEED), torch.set_grad_enabled(training):
-            outputs = floating(run.run(*call))
+        runs: list[StudyRun] = []
+
+        def part(number: int, flat: list[Any]) -> Any:
+            runs.append(StudyRun(modules[number], gradients=training))
+            return runs[-1].run(*flat)
+
+        with self.captured.kept(), random_state_kept(_SEED), torch.set_grad_enabled(training):
+            outputs = floating(self.captured.run(batch, part))
             differentiable = [y for y in outputs if y.requires_grad]
             gradients: dict[str, torch.Tensor] = {}
             if training and differentiable:
                 torch.manual_seed(_SEED)
                 torch.autograd.backward(differentiable, [torch.randn_like(y) for y in differentiable])
-                names = {id(p): name for name, p in module.named_parameters()}
-                for key, leaf in run.leaves.items():
-                    if leaf.grad is not None and key in names:
-                        gradients[names[key]] = leaf.grad
+                for number, run in enumerate(runs):
+                    names = {id(p): name for name, p in run.module.named_parameters()}
+                    for key, leaf in run.leaves.items():
+                        if leaf.grad is not None and key in names:
+                            gradients[in_part(number, names[key])] = leaf.grad
         return [y.detach() for y in outputs], gradients
 
 

@@ -21,12 +21,18 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from castwise._joined import in_part
 from castwise.catalogue import OpClass
+from castwise.graph import Graph
 from castwise.plan import Plan
 
 from . import _aten
+from ._apply_parts import AppliedParts, part_of, parts_of
 from ._caches import Returned, caches_of, carried, packed_call
-from ._flat import FlatRun
+from ._casts import CastCache
+from ._flat import FlatRun, KeptCasts
+from ._kernels import channels_last_where_it_pays
+from ._part import Part
 from ._rewrite import rewrite
 from .capture import Captured, capture, flat_inputs
 
@@ -54,7 +60,7 @@ def apply(model: nn.Module, plan: Plan, *, emulate: bool | None = None) -> Appli
             arithmetic for it.
 
     Raises:
-        CaptureError: at a call, where the model's control flow depends on data.
+        CaptureError: at a call that takes the model along another path than the plan's, which cannot be captured.
     """
     return Applied(model, plan, emulate=emulate)
 
@@ -68,6 +74,8 @@ class _Graph:
     run: Run
     """Takes a call's inputs as a flat list, and as they came."""
     formats: Mapping[str, str]
+    planned: Graph
+    """As the planner sees it."""
 
 
 class Applied(nn.Module):
@@ -85,8 +93,22 @@ class Applied(nn.Module):
         self.castwise_plan = plan
         self._emulate = emulate
         self._wrap = wrap
+        self._casts = KeptCasts()
         self._graphs: list[_Graph] = []
         self._known: dict[Any, _Graph] = {}
+        in_parts = bool(plan.problem.graph.parts) and not isinstance(model, Part)
+        self._in_parts = AppliedParts(model, plan, self.for_part) if in_parts else None
+
+    def for_part(self, part: Part) -> Applied:
+        """The plan applied to one graph of a model with graph breaks."""
+        made = Applied(part, self.castwise_plan, emulate=self._emulate, wrap=self._wrap)
+        made._casts = self._casts
+        return made
+
+    @property
+    def has_breaks(self) -> bool:
+        """Whether the model is several graphs with Python between them."""
+        return self._in_parts is not None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -101,6 +123,8 @@ class Applied(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._in_parts is not None:
+            return self._in_parts.run(*args, **kwargs)
         flat, structure = flattened(args, kwargs)
         return self._graph(args, kwargs, flat, structure).run(flat, args, kwargs)
 
@@ -151,14 +175,18 @@ class Applied(nn.Module):
         module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
         module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
         module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
-        graph = _Graph(key, module, self.runner(module, captured.returned), formats)
+        faster = module
+        if self._wrap is None:  # a compiler chooses memory layouts itself
+            training = captured.training and torch.is_grad_enabled()
+            faster = channels_last_where_it_pays(module, captured.graph, flat_inputs(*call), training)
+        graph = _Graph(key, module, self.runner(faster, captured.returned), formats, captured.graph)
         self._graphs.append(graph)
         return graph
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a rewritten graph."""
         if self._wrap is None:
-            return FlatRun(module, self.castwise_model, returned)
+            return FlatRun(module, self.castwise_model, returned, self._casts)
         wrapped = self._wrap(module)
 
         def run(_flat: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,14 +200,19 @@ class Applied(nn.Module):
         return run
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside, calling the model itself runs the applied module; afterwards the model is as it was."""
+    def in_place(self, casts: CastCache | None = None) -> Iterator[None]:
+        """Inside, calling the model itself runs the applied module; afterwards the model is as it was.
+
+        Casts of parameters are kept in `casts`, where it is given.
+        """
         model = self.castwise_model
-        before = model.__dict__.get("forward")
+        before, cache = model.__dict__.get("forward"), self._casts.cache
         model.__dict__["forward"] = self.forward
+        self._casts.cache = casts
         try:
             yield
         finally:
+            self._casts.cache = cache
             if before is None:
                 model.__dict__.pop("forward", None)
             else:
@@ -189,15 +222,22 @@ class Applied(nn.Module):
 
     def formats_run(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         """Run the module once and return, per op id, the format that was seen at dispatch to compute it."""
+        return (
+            self.recorded(*args, **kwargs)[1] if self._in_parts is None else self._in_parts.formats_run(*args, **kwargs)
+        )
+
+    def recorded(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, str]]:
+        """The results of a call of a model that is one graph, and what `formats_run` gives."""
         graph = self.graph_for(args, kwargs)
         _share_state(graph.module, self.castwise_model)
         recorder = _Recorder(graph.module, self.castwise_plan.fmt)
-        recorder.run(*flat_inputs(args, kwargs))
-        return recorder.formats
+        return recorder.run(*flat_inputs(args, kwargs)), recorder.formats
 
     def formats(self, *args: Any, **kwargs: Any) -> Mapping[str, str]:
-        """Per op id, the format decided for the graph that covers such a call."""
-        return self.graph_for(args, kwargs).formats
+        """Per op id, the format decided for the graphs of such a call."""
+        return (
+            self.graph_for(args, kwargs).formats if self._in_parts is None else self._in_parts.formats(*args, **kwargs)
+        )
 
 
 def capture_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Captured:
@@ -221,9 +261,14 @@ def formats_for(captured: Captured, plan: Plan) -> Mapping[str, str]:
     follows its inputs where the catalogue finds it safe, and is fp32 otherwise.
     """
     theirs, mine = plan.problem.graph, captured.graph
-    if [(op.id, op.name, op.layer) for op in theirs.ops] == [(op.id, op.name, op.layer) for op in mine.ops]:
-        return plan.formats
-    known = dict(zip(_places(theirs.ops), plan.formats.values(), strict=True))
+    number = part_of(mine, theirs)
+    ops = parts_of(theirs)[number] if number is not None else () if theirs.parts else theirs.ops
+    decided = [plan.formats[op.id] for op in ops]
+    if [(op.name, op.layer) for op in ops] == [(op.name, op.layer) for op in mine.ops]:
+        own = [op.id if number is None else in_part(number, op.id) for op in mine.ops]
+        if own == [op.id for op in ops]:
+            return dict(zip([op.id for op in mine.ops], decided, strict=True))
+    known = dict(zip(_places(ops), decided, strict=True))
     formats = {op.id: known.get(place, "fp32") for op, place in zip(mine.ops, _places(mine.ops), strict=True)}
     new = [op.id for op, place in zip(mine.ops, _places(mine.ops), strict=True) if place not in known]
     if new:

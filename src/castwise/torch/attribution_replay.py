@@ -253,4 +253,6 @@ def _places(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
 
 
 def _planned(planned: Any, args: Any, kwargs: Any, trace: Trace) -> Any:
+    if planned.has_breaks:  # its graphs run inside of its Python: ops are told apart, but not their layers
+        return planned.forward(*args, **kwargs)
     return _Layers(planned.graph_for(args, kwargs).module, trace).run(*flat_inputs(args, kwargs))

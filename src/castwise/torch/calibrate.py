@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from castwise._joined import join_risks
 from castwise.errors import PlanError
 from castwise.formats import BF16, NumberFormat, parse_format
 from castwise.graph import Kind
@@ -30,8 +31,9 @@ from castwise.risk import RangeRecord, RiskMeter, Risks, Sensitivity
 
 from . import _aten
 from ._run import StudyRun, floating, random_state_kept
-from .capture import Captured, as_call, flat_inputs
+from .capture import Captured
 from .emulation import dtype_of
+from .parts import CapturedParts
 
 __all__ = ["calibrate"]
 
@@ -44,8 +46,8 @@ _MOST_PROJECTIONS_WITH_BATCHES = 1  # where several batches are averaged anyway
 Loss = Callable[[Any], torch.Tensor]
 
 
-def calibrate(captured: Captured, fmt: str, batches: Sequence[Any], loss: Loss | None = None) -> Risks:
-    """Sensitivities and ranges of every tensor of a captured graph, averaged over batches.
+def calibrate(captured: Captured | CapturedParts, fmt: str, batches: Sequence[Any], loss: Loss | None = None) -> Risks:
+    """Sensitivities and ranges of every tensor of a captured model, averaged over batches.
 
     Args:
         captured: a captured model. Neither it nor the model's gradients and buffers are changed.
@@ -56,49 +58,66 @@ def calibrate(captured: Captured, fmt: str, batches: Sequence[Any], loss: Loss |
     Raises:
         PlanError: no output is a floating tensor that depends on floating values.
     """
-    meter = RiskMeter(captured.graph, fmt)
+    meters = [RiskMeter(part.graph, fmt) for part in captured.parts]
     projections = _PROJECTIONS if len(batches) == 1 else _MOST_PROJECTIONS_WITH_BATCHES
+    references = []
     for number, batch in enumerate(batches):
-        with random_state_kept(_SEED + number):
-            _Pass(captured, meter, parse_format(fmt), projections, loss).run(batch)
-    return meter.risks()
+        passes = [_Pass(part, meter, parse_format(fmt)) for part, meter in zip(captured.parts, meters, strict=True)]
+        with captured.kept(), random_state_kept(_SEED + number):
+            references.append(_priced(captured, passes, batch, projections, loss))
+    found = [meter.risks() for meter in meters]
+    if isinstance(captured, Captured):
+        return found[0]
+    return join_risks([part.graph for part in captured.parts], found, sum(references) / len(references))
+
+
+def _priced(
+    captured: Captured | CapturedParts, passes: list[_Pass], batch: Any, projections: int, loss: Loss | None
+) -> float:
+    """One batch: a forward that notes ranges, and a backward per projection that prices roundings.
+
+    Returns the outputs' sum of squares.
+    """
+    started = time.perf_counter()
+    with torch.enable_grad():
+        outputs = captured.run(batch, lambda number, flat: passes[number].forward(flat))
+        results = [y for y in floating(outputs) if y.requires_grad]
+        if not results:
+            raise PlanError("No output depends on a floating-point value. Give example inputs of a model's forward.")
+        reference = sum(float(y.detach().double().square().sum()) for y in results)
+        if not math.isfinite(reference):
+            raise PlanError("The fp32 model's outputs are not finite on a calibration batch. Give other inputs.")
+        ran = [one for one in passes if one.ran]  # a batch may take another path through the model
+        for number in range(projections):
+            last = number == projections - 1 and loss is None
+            torch.autograd.backward(results, [torch.randn_like(y) for y in results], retain_graph=not last)
+            for one in ran:
+                one.collect(reference)
+        if loss is not None:
+            for one in ran:
+                one.records_gradients = True
+            loss(outputs).backward()  # type: ignore[no-untyped-call]
+            for one in ran:
+                one.collect_gradients()
+    log.debug("calibrated a batch in %.2f s", time.perf_counter() - started)
+    return reference
 
 
 class _Pass:
-    """One batch: a forward that notes ranges, and a backward per projection that prices roundings."""
+    """One graph on one batch: what was seen of its tensors and of their gradients."""
 
-    def __init__(
-        self, captured: Captured, meter: RiskMeter, fmt: NumberFormat, projections: int, loss: Loss | None
-    ) -> None:
+    def __init__(self, captured: Captured, meter: RiskMeter, fmt: NumberFormat) -> None:
         self.captured, self.meter, self.fmt = captured, meter, fmt
-        self.projections, self.loss = projections, loss
         self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.read: dict[tuple[int, int], list[torch.Tensor]] = {}
         self.gradients: dict[int, torch.Tensor] = {}
         self.records_gradients = False
+        self.ran = False
 
-    def run(self, batch: Any) -> None:
-        started = time.perf_counter()
-        run = _Hooked(self)
-        with torch.enable_grad():
-            outputs = run.run(*flat_inputs(*as_call(batch)))
-            results = [y for y in floating(outputs) if y.requires_grad]
-            if not results:
-                raise PlanError(
-                    "No output depends on a floating-point value. Give example inputs of a model's forward."
-                )
-            reference = sum(float(y.detach().double().square().sum()) for y in results)
-            if not math.isfinite(reference):
-                raise PlanError("The fp32 model's outputs are not finite on a calibration batch. Give other inputs.")
-            for number in range(self.projections):
-                last = number == self.projections - 1 and self.loss is None
-                torch.autograd.backward(results, [torch.randn_like(y) for y in results], retain_graph=not last)
-                self._collect(reference)
-            if self.loss is not None:
-                self.records_gradients = True
-                self.loss(outputs).backward()  # type: ignore[no-untyped-call]
-                self._collect_gradients()
-        log.debug("calibrated a batch in %.2f s", time.perf_counter() - started)
+    def forward(self, flat: list[Any]) -> Any:
+        """Run the graph, watched."""
+        self.ran = True
+        return _Hooked(self).run(*flat)
 
     def seen(self, node: fx.Node, y: torch.Tensor) -> None:
         """A tensor of the graph as the forward made it."""
@@ -159,10 +178,14 @@ class _Pass:
     def _price(self, position: int, rounding: _Rounding, gradient: torch.Tensor) -> None:
         if self.records_gradients:
             self.gradients[position] = gradient.detach()
-        else:
-            self.found[position] = rounding.noise(gradient)
+            return
+        noise = rounding.noise(gradient)
+        if position in self.found:  # a graph that runs several times in a step adds up
+            before = self.found[position]
+            noise = (before[0] + noise[0], before[1] + noise[1])
+        self.found[position] = noise
 
-    def _collect(self, reference: float) -> None:
+    def collect(self, reference: float) -> None:
         for position, (total, part) in self.found.items():
             self.meter.add(position, Sensitivity(float(total), min(float(part), float(total))))
         for (position, op), parts in self.read.items():
@@ -171,7 +194,7 @@ class _Pass:
         self.found.clear()
         self.meter.end_pass(reference)
 
-    def _collect_gradients(self) -> None:
+    def collect_gradients(self) -> None:
         for position, gradient in self.gradients.items():
             self.meter.record_gradient(position, _range(gradient, self.fmt)[0])
         self.gradients.clear()

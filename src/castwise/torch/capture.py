@@ -4,7 +4,7 @@
 autograd: the calls that will run, with the module path and source line of each. Its parameters are the model's own
 tensors, so what is applied to the graph trains the model itself.
 
-Control flow that depends on data cannot be captured; the caller is told where, and keeps the model eager.
+Control flow that depends on data cannot be captured; `castwise.torch.parts` captures what is around it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from . import _aten, _caches
 from ._aten import Seen
 from ._caches import Returned, carried, packed_forward
 from ._functions import base_name
+from ._part import Part, name_layers
 from .emulation import format_of
 
 log = logging.getLogger("castwise.torch.capture")
@@ -55,6 +56,19 @@ class Captured:
     training: bool
     returned: Returned
     """How the caller gets back the key-value caches that the graph returns as tensors."""
+
+    @property
+    def parts(self) -> tuple[Captured, ...]:
+        """The graphs that the model was captured as: this one."""
+        return (self,)
+
+    def run(self, batch: Any, handler: Callable[[int, list[Any]], Any]) -> Any:
+        """The results for a batch where ``handler`` computes each part, from its number and flat inputs."""
+        return handler(0, flat_inputs(*as_call(batch)))
+
+    def kept(self) -> contextlib.AbstractContextManager[None]:
+        """Around runs: nothing of the model is touched by them."""
+        return contextlib.nullcontext()
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -95,6 +109,8 @@ def capture(
     else:
         with _packing_forward(model, args, kwargs, returned) as packed:
             module = export(model, *packed, dynamic)
+    if isinstance(model, Part):
+        name_layers(module, model)
     return _Describer(module, (args, kwargs), training, type(model).__name__, fused).describe(returned)
 
 

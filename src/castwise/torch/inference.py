@@ -1,7 +1,8 @@
 """`for_inference` and `compile`: a planned model that is ready to run.
 
 For inference the graph is flattened: no module is entered, no hook looked for, no weight cast. What depends on weights
-alone (their casts, transposes, folded constants) is computed once and kept.
+alone (their casts, transposes, folded constants, and oneDNN's own layout of them where that is faster) is computed once
+and kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from castwise.policy import Policy
 from . import _aten
 from ._caches import Returned
 from ._flat import FlatRun
+from ._kernels import with_packed_weights
+from ._part import Part
 from .apply import Applied, Run, _Graph
 from .autocast import autocast
 from .capture import CaptureError
@@ -43,7 +46,14 @@ class Inference(Applied):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            return super().forward(*args, **kwargs)
+            if self._in_parts is None:
+                return super().forward(*args, **kwargs)
+            with evaluating(self.castwise_model):  # also what runs between the graphs
+                return super().forward(*args, **kwargs)
+
+    def for_part(self, part: Part) -> Applied:
+        """The plan applied to one graph of a model with graph breaks."""
+        return Inference(part, self.castwise_plan, emulate=self._emulate)
 
     def mode(self) -> bool:
         """Evaluation mode, always."""
@@ -56,7 +66,7 @@ class Inference(Applied):
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a graph on weights as they were when it was made."""
-        return FlatRun(with_kept_constants(module), None, returned)
+        return FlatRun(with_packed_weights(with_kept_constants(module)), None, returned)
 
 
 def for_inference(
@@ -78,7 +88,8 @@ def for_inference(
             policy's own op-by-op rules would.
         device: plan for a device of Castwise's table instead of this machine's.
 
-    A model whose control flow depends on data stays as it is, under the policy's preset, and a warning says so.
+    Of a model whose control flow depends on data, what does stays as it is, and a warning says so. One of which nothing
+    can be captured runs under the policy's preset.
     """
     with evaluating(model):
         try:
@@ -109,7 +120,8 @@ def compile(
         backend: of torch.compile. Default: "inductor", and "aot_eager" (no code is generated, the graph is flattened)
             where a CPU model would need a C++ compiler and there is none.
 
-    A model whose control flow depends on data is compiled as it is, under the policy's preset, and a warning says so.
+    Of a model whose control flow depends on data, what does stays as it is, and a warning says so. One of which nothing
+    can be captured is compiled as it is, under the policy's preset.
     """
     chosen = backend or _backend(model)
     if plan is None:

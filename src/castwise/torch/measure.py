@@ -59,6 +59,7 @@ def measured_costs(
     seconds: float = 20.0,
     table: MeasuredCosts | None = None,
     tf32: bool = False,
+    keep_low_weights: bool | None = None,
 ) -> Costs:
     """Costs of a graph on this machine's `device`.
 
@@ -69,9 +70,10 @@ def measured_costs(
         seconds: how long measuring may take.
         table: where times are looked up and kept; by default `cost_table`.
         tf32: whether fp32 products may round to TF32.
+        keep_low_weights: see `castwise.cost.roofline`.
     """
     table = cost_table() if table is None else table
-    base = roofline(captured.graph, _with_bandwidth(device), fmt, tf32=tf32)
+    base = roofline(captured.graph, _with_bandwidth(device), fmt, tf32=tf32, keep_low_weights=keep_low_weights)
     base = replace(base, device=device.name)
     before = len(table)
     device_type = "cuda" if device.kind == "rocm" else device.kind

@@ -19,6 +19,7 @@ from torch import nn
 
 from castwise import plan as neutral
 from castwise._decide import is_wide
+from castwise._joined import join_costs
 from castwise.cost import Costs, roofline
 from castwise.errors import PlanError
 from castwise.formats import BF16
@@ -29,9 +30,10 @@ from castwise.risk import Risks
 
 from ._verify import Verification, Verifier
 from .calibrate import calibrate
-from .capture import Captured, as_call, capture, flat_inputs
+from .capture import Captured, CaptureError, as_call, capture, flat_inputs
 from .devices import device_of
 from .measure import measured_costs, versions
+from .parts import CapturedParts, capture_parts
 
 __all__ = ["Plan", "Prepared", "plan", "prepare", "verified"]
 
@@ -58,7 +60,7 @@ class Plan(neutral.Plan):
 class Prepared:
     """All that a plan is solved from. Solve it again at other prices without capturing and measuring anew."""
 
-    captured: Captured
+    captured: Captured | CapturedParts
     costs: Costs
     risks: Risks
     policy: Policy
@@ -107,6 +109,9 @@ def plan(
 ) -> Plan:
     """Decide the format of every op of `model` together.
 
+    A training plan counts on an `Amp` that runs it: low copies of weights are kept from step to step, and the step that
+    changes a weight writes its copy. Where another optimizer steps the model, each step casts the weights again.
+
     Args:
         model: in the mode to plan for: with `train()`, or given a loss, a training step is planned, else inference. It
             is not changed.
@@ -124,7 +129,8 @@ def plan(
         seconds: how long measuring may take.
 
     Raises:
-        CaptureError: the model's control flow depends on data.
+        CaptureError: nothing of the model can be captured. What cannot, of a model of which other parts can, runs as it
+            is written: a warning and the plan's summary say where that is and why.
         PlanError, PolicyError: there is no such plan, or the policy's rules cannot hold.
     """
     ready = prepare(
@@ -147,7 +153,9 @@ def prepare(
 ) -> Prepared:
     """Capture, measure and calibrate: everything that `plan` does before it solves. Arguments as there."""
     training = model.training or loss is not None
-    captured = capture(model, example_inputs, training=training, fused=target == "compiled")
+    half = len(batches) // 2
+    calibrating = (example_inputs, *batches[:half])
+    captured = _captured(model, calibrating, training, target == "compiled")
     device_type = _device_type(model, example_inputs)
     here = device_of(device_type)
     wanted = get_device(device) if isinstance(device, str) else device or here
@@ -160,14 +168,35 @@ def prepare(
         risks = Risks.unmeasured(captured.graph, BF16.name)
         return Prepared(captured, costs, risks, resolved, (example_inputs,), (), device_type)
     if device is None or wanted == here:
-        costs = measured_costs(captured, example_inputs, wanted, fmt.name, seconds=seconds, tf32=resolved.tf32)
+        costs = _measured(captured, example_inputs, wanted, fmt.name, seconds, resolved.tf32)
     else:
-        costs = roofline(captured.graph, wanted, fmt.name, tf32=resolved.tf32)
-    half = len(batches) // 2
-    calibrating = (example_inputs, *batches[:half])
+        costs = roofline(captured.graph, wanted, fmt.name, tf32=resolved.tf32, keep_low_weights=True)
     risks = calibrate(captured, fmt.name, calibrating, loss)
     held_out = tuple(batches[half:]) or calibrating[:1]
     return Prepared(captured, costs, risks, resolved, calibrating, held_out, device_type)
+
+
+def _captured(model: nn.Module, batches: tuple[Any, ...], training: bool, fused: bool) -> Captured | CapturedParts:
+    """The model as one graph, or, where that cannot be, as several that leave out what no graph can hold."""
+    try:
+        return capture(model, batches[0], training=training, fused=fused)
+    except CaptureError as failure:
+        found = capture_parts(model, batches, training=training, fused=fused, failure=failure)
+    places = "; ".join(found.graph.eager) or "nothing"
+    log.warning("%s is planned as %d graphs. Left as written: %s", found.graph.name, len(found.parts), places)
+    return found
+
+
+def _measured(
+    captured: Captured | CapturedParts, example_inputs: Any, device: Device, fmt: str, seconds: float, tf32: bool
+) -> Costs:
+    if isinstance(captured, Captured):
+        return measured_costs(captured, example_inputs, device, fmt, seconds=seconds, tf32=tf32, keep_low_weights=True)
+    share = seconds / len(captured.parts)
+    return join_costs([
+        measured_costs(part, tuple(call), device, fmt, seconds=share, tf32=tf32, keep_low_weights=True)
+        for part, call in zip(captured.parts, captured.calls, strict=True)
+    ])  # fmt: skip
 
 
 def verified(ready: Prepared, found: Plan) -> Plan:
@@ -209,7 +238,7 @@ def _as_torch(found: neutral.Plan, verification: Verification | None = None) -> 
     return Plan(**{f.name: getattr(found, f.name) for f in fields(neutral.Plan)}, verification=verification)
 
 
-def _no_costs(captured: Captured, device: str) -> Costs:
+def _no_costs(captured: Captured | CapturedParts, device: str) -> Costs:
     ops, tensors = np.zeros(len(captured.graph.ops)), np.zeros(len(captured.graph.tensors))
     return Costs(BF16.name, ops, ops, tensors, tensors, tensors > 0, device)
 
