@@ -190,24 +190,31 @@ def test_only_the_steps_that_are_asked_for_are_logged() -> None:
     assert [r["step"] for r in seen if "event" not in r] == [2]
 
 
-def trained_once(watched: bool) -> tuple[list[Any], list[torch.Tensor]]:
+def trained_once(watched: bool, compiled: bool) -> tuple[list[Any], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     amp = Amp(model, torch.optim.SGD(model.parameters(), 0.1), "float16")
     seen: list[Any] = []
     if watched:
         watch(amp, seen.append, layers_every=2)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     for _ in range(3):
         with amp:
-            loss = model(torch.randn(8, 4)).float().square().mean()
+            loss = call(torch.randn(8, 4)).float().square().mean()
         amp.step(loss)
     return seen, [p.detach().clone() for p in model.parameters()]
 
 
 def test_a_close_look_changes_nothing_of_what_is_trained() -> None:
-    (_, alone), (seen, watched) = trained_once(False), trained_once(True)
+    (_, alone), (seen, watched) = trained_once(False, False), trained_once(True, False)
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
     assert seen[0]["activation_subnormal/0"] >= 0.0
+
+
+def test_a_compiled_model_is_looked_at_too() -> None:
+    seen, _ = trained_once(True, True)
+    steps = [record for record in seen if "event" not in record]
+    assert ["activation_subnormal/0" in record for record in steps] == [True, False, True]
 
 
 def test_a_look_that_an_exception_cuts_short_leaves_nothing_behind() -> None:
