@@ -96,10 +96,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen([*command, str(rank), str(folder)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
     ]
     try:
-        return [json.loads(process.communicate(timeout=240)[0]) for process in started]
+        return [json.loads(process.communicate(timeout=600)[0]) for process in started]
     finally:
         for process in started:
             process.kill()
+            process.communicate()
 
 
 @pytest.mark.parametrize("scenario", ["data", "overflow", "weight", "aside"])
