@@ -32,7 +32,9 @@ def has_bfloat16_digits(model: nn.Module) -> bool:
         if p.dim() < 2 or p.dtype not in (torch.float32, torch.float16, torch.bfloat16) or p.is_meta:
             continue
         weight = shard_of(p.detach())
-        if weight.layout is not torch.strided or weight.flatten()[:64].unique().numel() <= _DISTINCT:
+        if weight.layout is not torch.strided:
+            continue
+        if weight.flatten()[:64].unique().numel() <= _DISTINCT:  # type: ignore[no-untyped-call]
             continue
         wide = weight.to(torch.float32)
         exact += int((wide.to(torch.bfloat16).to(torch.float32) == wide).sum())

@@ -196,8 +196,10 @@ class Amp(Watched):
         try:
             with ExitStack() as stack:
                 stack.enter_context(tf32(self.device_type, self.policy.tf32))
-                for watcher in (self._guard, *self._observers) if self._guard is not None else self._observers:
-                    stack.enter_context(watcher.backward(loss))
+                if self._guard is not None:
+                    stack.enter_context(self._guard.backward(loss))
+                for observer in self._observers:
+                    stack.enter_context(observer.backward(loss))
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             if self._micro:

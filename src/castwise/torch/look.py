@@ -146,8 +146,7 @@ class Look(Trace):
             if shares is not None and low.shape == wide.shape:
                 shares.add(low.detach(), wide)
         if phase == "forward":
-            wide = wides[0] if wides else None
-            kernel = Kernel(name, args, kwargs, result, wide, layer, _line())
+            kernel = Kernel(name, args, kwargs, result, wides[0] if wides else None, layer, _line())
             for cause, evidence in hazards_of(kernel):
                 self.hazard(cause, f"{evidence}, in {layer or 'the model itself or around it'} ({kernel.line})")
             for cause, evidence in self._loops.after(name, result):

@@ -98,7 +98,7 @@ def _positions(kernel: Kernel) -> str:
         return ""
     places = x.unique()
     in_a_row = places.numel() >= _POSITIONS and float(places[-1] - places[0]) == places.numel() - 1
-    lost = places.numel() - low.detach().unique().numel()
+    lost = places.numel() - low.detach().unique().numel()  # type: ignore[no-untyped-call]
     if not in_a_row or not lost:
         return ""
     return f"positions up to {top:g} cast to {_named(low.dtype)}, where {lost} of {places.numel()} fall together"

@@ -110,7 +110,8 @@ def plan(
     """Decide the format of every op of `model` together.
 
     A training plan counts on an `Amp` that runs it: low copies of weights are kept from step to step, and the step that
-    changes a weight writes its copy. Where another optimizer steps the model, each step casts the weights again.
+    changes a weight writes its copy. Where another optimizer steps the model, or weights are small (under 65,536 values
+    on average), each step casts the weights again.
 
     Args:
         model: in the mode to plan for: with `train()`, or given a loss, a training step is planned, else inference. It
