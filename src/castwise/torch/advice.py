@@ -8,7 +8,7 @@ from torch import nn
 from castwise.guard import Finding, Kind
 from castwise.watch.advice import BFLOAT16_CHECKPOINT, advice_for
 
-from .stale import shard_of
+from ._gradients import local
 
 __all__ = ["advise", "has_bfloat16_digits"]
 
@@ -31,7 +31,7 @@ def has_bfloat16_digits(model: nn.Module) -> bool:
     for p in model.parameters():
         if p.dim() < 2 or p.dtype not in (torch.float32, torch.float16, torch.bfloat16) or p.is_meta:
             continue
-        weight = shard_of(p.detach())
+        weight = local(p.detach())
         if weight.layout is not torch.strided:
             continue
         if weight.flatten()[:64].unique().numel() <= _DISTINCT:  # type: ignore[no-untyped-call]

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["StaleUpdates", "shard_of"]
+from ._gradients import local
+
+__all__ = ["StaleUpdates"]
 
 _SAMPLED = 4096  # values of each weight
 
@@ -48,12 +50,6 @@ class StaleUpdates:
         return sum(same for _, same in moved) / total if total else None
 
 
-def shard_of(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that is spread over ranks; any other tensor as it is."""
-    to_local = getattr(x, "to_local", None)
-    return to_local() if to_local is not None else x
-
-
 def _sample(x: torch.Tensor) -> torch.Tensor:
-    flat = shard_of(x.detach()).reshape(-1)
+    flat = local(x.detach()).reshape(-1)
     return flat[:: max(1, -(-flat.numel() // _SAMPLED))]
