@@ -483,9 +483,8 @@ def test_parameters_unfrozen_later_are_kept_in_float32_too() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_stochastic_rounding_is_unbiased_and_keeps_what_the_format_holds(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
     x = torch.full((200_000,), 1.0 + 0.3 * torch.finfo(dtype).eps)
-    y = round_stochastic(x, dtype, generator).float()
+    y = round_stochastic(x, dtype).clone().float()  # what it returns may be working memory
     assert set(y.unique().tolist()) == {1.0, 1.0 + torch.finfo(dtype).eps}
     assert ((y.mean() - 1) / torch.finfo(dtype).eps).item() == pytest.approx(0.3, abs=0.01)
     exact = torch.tensor([0.0, -2.0, INF, -INF], dtype=dtype)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from castwise.errors import PolicyError
 
-from ._gradients import parameters_of
+from ._gradients import local, parameters_of
 from ._noise import Noise, round_stochastic
 from ._remainders import empty_rest, narrow, widen
 
@@ -145,7 +145,10 @@ class WideWeights:
     def after_step(self) -> None:
         """Round the stepped values into the model's parameters, and keep what rounding lost."""
         for kept in self.kept:
-            narrow(self.mode, kept.wide.data, kept.low, kept.rest, self.noise)
+            # Of a DTensor, this rank's shard: random numbers know nothing of other ranks.
+            low, rest = local(kept.low.detach()), None if kept.rest is None else local(kept.rest)
+            narrow(self.mode, local(kept.wide.data), low, rest, self.noise)
+            torch.autograd.graph.increment_version(kept.low)
         self._let_go(self.kept)
 
     def _let_go(self, kept: Iterable[Kept]) -> None:
