@@ -146,11 +146,23 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
         for tensor in graph.initializer:
             if external_data_helper.uses_external_data(tensor):
                 tensor.CopyFrom(numpy_helper.from_array(_external(tensor, folder, name)(), tensor.name))
+    _check_values(skeleton, name)
     inputs = {value.name for value in skeleton.graph.input}
     for weight, (elem, shape) in weights.types.items():
         if weight not in inputs:
             skeleton.graph.input.append(onnx.helper.make_tensor_value_info(weight, elem, shape))
     return Source(skeleton, weights, tuple(order), frozenset(inputs & set(weights)), size, name, notes)
+
+
+def _check_values(model: onnx.ModelProto, name: str) -> None:
+    """Raise ConversionError where a constant's bytes do not fit its shape, wherever in the model it is."""
+    graphs = [model.graph, *subgraphs(model.graph), *(inner for f in model.functions for inner in subgraphs(f))]
+    tensors = [tensor for graph in graphs for tensor in graph.initializer]
+    for holder in (*graphs, *model.functions):
+        tensors += [a.t for node in holder.node for a in node.attribute if a.HasField("t")]
+    for tensor in tensors:
+        if not external_data_helper.uses_external_data(tensor):
+            tensor_array(tensor, name)
 
 
 def _check_names(model: onnx.ModelProto, name: str) -> None:
