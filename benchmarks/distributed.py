@@ -34,6 +34,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "distributed"))
+
+from jobs import GPT
 
 from castwise.policy import Policy
 from castwise.torch import Amp, distributed
@@ -42,34 +45,9 @@ VOCABULARY, LENGTH, BATCH = 1024, 32, 4
 SCALES = (1.0, 1e-8, 1e6)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-        self.h = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.h:
-            x = block(x)
-        return self.head(self.norm(x))
+def gpt(width: int, layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(width, layers, 4, VOCABULARY, LENGTH)
 
 
 @dataclass
@@ -151,7 +129,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def prepare(line: Line, width: int, layers: int) -> None:
-    line.model = line.wrap(GPT(width, layers))
+    line.model = line.wrap(gpt(width, layers))
     optimizer = torch.optim.AdamW(line.model.parameters(), lr=1e-4)
     if line.castwise:
         amp = Amp(line.model, optimizer, Policy(format="float32", communication=line.communication))
@@ -215,7 +193,7 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
                 line.seconds.append(seconds)
                 line.sent.append(sent)
     if rank == 0:
-        size = sum(p.numel() for p in GPT(args.width, args.layers).parameters())
+        size = sum(p.numel() for p in gpt(args.width, args.layers).parameters())
         report(told, ranks, size)
     dist.barrier()
     dist.destroy_process_group()

@@ -60,20 +60,31 @@ def _gradients(weights: list[nn.Parameter]) -> list[torch.Tensor]:
     return [torch.randn_like(p, dtype=torch.float32) * _SCALE for p in weights]
 
 
+def _scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=10**9)
+    scaler.scale(torch.zeros(()))
+    return scaler
+
+
+def _resetting(weights: list[torch.Tensor], given: list[torch.Tensor]) -> Callable[[], None]:
+    """What gives the weights their gradients, in memory that stays."""
+    for p in weights:
+        p.grad = torch.empty_like(p)
+
+    def reset() -> None:
+        for p, g in zip(weights, given, strict=True):
+            p.grad.copy_(g)
+
+    return reset
+
+
 def torch_side(millions: float) -> Side:
     """GradScaler, clip_grad_norm_, fused AdamW, and the casts that autocast makes in the next forward."""
     weights = _weights(millions)
     given = _gradients(weights)
     optimizer = torch.optim.AdamW(weights, 1e-4, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=10**9)
-    scaler.scale(torch.zeros(()))
-    for p in weights:
-        p.grad = torch.empty_like(p)
+    scaler = _scaler()
     low = [torch.empty_like(p, dtype=torch.bfloat16) for p in weights]
-
-    def reset() -> None:
-        for p, g in zip(weights, given, strict=True):
-            p.grad.copy_(g)
 
     def step() -> None:
         scaler.unscale_(optimizer)
@@ -83,7 +94,7 @@ def torch_side(millions: float) -> Side:
         for p, cast in zip(weights, low, strict=True):
             cast.copy_(p.detach())
 
-    return Side(step, reset)
+    return Side(step, _resetting(weights, given))
 
 
 def library_side(millions: float, name: str) -> Side:
@@ -96,14 +107,7 @@ def library_side(millions: float, name: str) -> Side:
         torchao = importlib.import_module("torchao.optim")
         kind = torchao._AdamW if name == "torchao, stochastic" else torchao.AdamW8bit
         optimizer = kind(weights, lr=1e-4, bf16_stochastic_round=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=_SCALE, growth_interval=10**9)
-    scaler.scale(torch.zeros(()))
-    for p in weights:
-        p.grad = torch.empty_like(p)
-
-    def reset() -> None:
-        for p, g in zip(weights, given, strict=True):
-            p.grad.copy_(g)
+    scaler = _scaler()
 
     def step() -> None:
         scaler.unscale_(optimizer)
@@ -111,7 +115,7 @@ def library_side(millions: float, name: str) -> Side:
         scaler.step(optimizer)
         scaler.update()
 
-    return Side(step, reset, counts=name.startswith("optimi"))
+    return Side(step, _resetting(weights, given), counts=name.startswith("optimi"))
 
 
 def castwise_side(millions: float, mode: str = "fp32", state: str = "float32", narrow: bool = False) -> Side:

@@ -29,7 +29,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ __all__ = [
     "scale_from_histogram",
     "stalled_message",
     "transition",
+    "with_knobs",
 ]
 
 _log = logging.getLogger("castwise.scaling")
@@ -108,6 +109,21 @@ class ScalingConfig:
         if not self.min_scale <= self.init_scale <= self.max_scale:
             limits = f"[min_scale, max_scale] = [{self.min_scale:g}, {self.max_scale:g}]"
             raise _bad("init_scale", self.init_scale, f"must lie within {limits}; widen the limits or change it")
+
+
+def with_knobs(base: ScalingConfig, knobs: Mapping[str, Any], hint: str = "") -> ScalingConfig:
+    """``base`` with single knobs set, by their names; ``hint`` ends the message where there is no such knob.
+
+    Raises:
+        PolicyError: a knob is unknown or out of range.
+    """
+    known = tuple(field.name for field in fields(ScalingConfig))
+    for key in knobs:
+        if key not in known:
+            raise PolicyError(
+                f"scaling.{key}: there is no such knob.{did_you_mean(key, known)} Known: {', '.join(known)}{hint}."
+            )
+    return replace(base, **knobs) if knobs else base
 
 
 def _bad(key: str, value: object, must: str) -> PolicyError:

@@ -94,7 +94,12 @@ def test_a_study_killed_at_ten_random_moments_ends_with_the_results_of_an_undist
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    command = [sys.executable, "-m", "castwise", *arguments(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "castwise",
+        *arguments(out, "--seeds", "50"),
+    ]  # more than can end before the signal
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         wait_for_progress(out, lambda: process.poll() is None)
         process.send_signal(signal.SIGINT)

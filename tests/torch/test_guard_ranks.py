@@ -80,7 +80,7 @@ def aside(model, step):
 
 
 print(json.dumps({
-    "data": scenario(4, data), "overflow": scenario(11, overflow, give_back_after=2),
+    "data": scenario(4, data), "overflow": scenario(17, overflow, give_back_after=2),
     "weight": scenario(8, weight), "aside": scenario(4, aside),
 }))
 dist.destroy_process_group()
@@ -123,8 +123,7 @@ def test_a_layer_that_overflows_on_one_rank_is_raised_and_given_back_on_all(rank
     assert (found["kind"], found["layer"]) == ("range too small", "1")
     assert "on rank 1" in found["evidence"] and "raise" in names
     assert told["skipped"] == 1 and told["scale"] == 2.0**16
-    assert names.index("postpone") < names.index("give_back")
-    assert "1" not in told["layers"], "its product is well again; what it reads is tried again later"
+    assert names.index("postpone") < names.index("give_back") and not told["layers"]
 
 
 def test_a_weight_that_is_nan_stops_all_with_its_name(ranks: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ limits are part of the value and cannot be lost on the way through jit; and a ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from castwise.errors import PolicyError, ScaleStalledError
 from castwise.policy import Policy
-from castwise.scaling import ScaleState, ScalingConfig, advance, initial_state, stalled_message
+from castwise.scaling import ScaleState, ScalingConfig, advance, initial_state, stalled_message, with_knobs
 
 from ._rules import resolve
 
@@ -59,11 +59,7 @@ class LossScale:
             base = config
         else:
             base = resolve(Policy.coerce(config)).effective_scaling
-        known = {field.name for field in fields(ScalingConfig)}
-        for key in knobs:
-            if key not in known:
-                raise PolicyError(f"scaling.{key}: there is no such knob. Known: {', '.join(sorted(known))}.")
-        self.config = replace(base, **knobs) if knobs else base
+        self.config = with_knobs(base, knobs)
         first = initial_state(self.config)
         self.state = _on_device(first)
 

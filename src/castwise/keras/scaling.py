@@ -25,15 +25,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from castwise._extras import require
 from castwise._files import write_text
-from castwise.errors import PolicyError, ScaleStalledError, did_you_mean
+from castwise.errors import PolicyError, ScaleStalledError
 from castwise.policy import Policy
-from castwise.scaling import ScaleState, ScalingConfig, advance, initial_state, stalled_message
+from castwise.scaling import ScaleState, ScalingConfig, advance, initial_state, stalled_message, with_knobs
 
 from ._device import resolve
 from ._internals import backend_name, keras, no_automatic_dependency_tracking
@@ -43,7 +43,6 @@ __all__ = ["LossScaleOptimizer"]
 log = logging.getLogger("castwise.keras")
 
 ASSET = "castwise_loss_scale.json"
-_KNOBS = tuple(field.name for field in fields(ScalingConfig))
 # What Keras calls two of them, in files and arguments.
 _KERAS_NAMES = {"initial_scale": "init_scale", "dynamic_growth_steps": "growth_interval"}
 
@@ -275,13 +274,7 @@ def _config(config: Any, knobs: dict[str, Any]) -> ScalingConfig:
     else:
         base = resolve(Policy.coerce(config)).effective_scaling
     given = {_KERAS_NAMES.get(key, key): value for key, value in knobs.items()}
-    for key in given:
-        if key not in _KNOBS:
-            raise PolicyError(
-                f"scaling.{key}: there is no such knob.{did_you_mean(key, _KNOBS)} Known: {', '.join(_KNOBS)}; "
-                "and what an optimizer takes (clipnorm, use_ema, …) belongs to the inner one."
-            )
-    return replace(base, **given) if given else base
+    return with_knobs(base, given, "; and what an optimizer takes (clipnorm, use_ema, …) belongs to the inner one")
 
 
 def _packed(state: ScaleState, config: ScalingConfig) -> tuple[Any, Any, Any, Any]:

@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 
 from castwise.formats import parse_format, round_to_nearest
 from castwise.onnx._capture import Captured
-from castwise.onnx._scopes import Node, Scope, Value
+from castwise.onnx._scopes import Node, Scope, Value, fresh_name
 from castwise.onnx._source import tensor_array
 
 __all__ = ["Applied", "apply", "narrow"]
@@ -143,12 +143,7 @@ class _Writer:
 
     def _new_name(self, value: Value, elem: int) -> str:
         suffix = "fp32" if elem == _FLOAT else self.captured.fmt
-        name = base = f"{value.name}_{suffix}"
-        count = 1
-        while name in self.taken:
-            name, count = f"{base}_{count}", count + 1
-        self.taken.add(name)
-        return name
+        return fresh_name(f"{value.name}_{suffix}", self.taken)
 
     # ---- writing ----
 

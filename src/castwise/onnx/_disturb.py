@@ -19,7 +19,7 @@ from castwise._graph_index import Floats
 from castwise.onnx._explain import is_random
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
-from castwise.onnx._scopes import Tree, Value
+from castwise.onnx._scopes import Tree, Value, fresh_name
 from castwise.onnx._source import Weights
 from castwise.onnx._unmix import can_twin, difference
 
@@ -95,11 +95,7 @@ class _Names:
                     self.taken |= _Names(attribute.g).taken
 
     def fresh(self, stem: str) -> str:
-        name, count = stem, 1
-        while name in self.taken:
-            name, count = f"{stem}_{count}", count + 1
-        self.taken.add(name)
-        return name
+        return fresh_name(stem, self.taken)
 
 
 @dataclass

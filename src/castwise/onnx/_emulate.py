@@ -15,6 +15,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from castwise.catalogue import OpClass, load_catalogue
+from castwise.onnx._scopes import fresh_name
 from castwise.onnx._source import tensor_array
 
 __all__ = ["emulated", "is_narrow", "round_inputs"]
@@ -127,11 +128,7 @@ class _Emulation:
             attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))
 
     def fresh(self, name: str) -> str:
-        base, count = name, 1
-        while name in self._names:
-            name, count = f"{base}_{count}", count + 1
-        self._names.add(name)
-        return name
+        return fresh_name(name, self._names)
 
 
 def _is_plain_widening(node: onnx.NodeProto, types: dict[str, int]) -> bool:

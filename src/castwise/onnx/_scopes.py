@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-__all__ = ["CONTROL", "Node", "Scope", "Tree", "Value", "build_tree", "operand_types", "schema_of"]
+__all__ = ["CONTROL", "Node", "Scope", "Tree", "Value", "build_tree", "fresh_name", "operand_types", "schema_of"]
 
 CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 """Operators of ONNX that hold graphs. How values enter and leave their bodies is part of the language."""
@@ -269,3 +269,12 @@ def _complete_types(node: Node, opsets: Mapping[str, int]) -> None:
     for kind, value in zip(operand_types(schema, len(node.outputs), True), node.outputs, strict=True):
         if value is not None and value.tensor and not value.elem:
             value.elem = known.get(kind, concrete.get(kind, 0))
+
+
+def fresh_name(stem: str, taken: set[str]) -> str:
+    """A name that is not taken yet, like `stem`; from now on it is."""
+    name, count = stem, 1
+    while name in taken:
+        name, count = f"{stem}_{count}", count + 1
+    taken.add(name)
+    return name

@@ -23,7 +23,7 @@ from onnx import helper
 from castwise._graph_index import Bools, Floats
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed
-from castwise.onnx._scopes import Node, Scope, Tree, Value
+from castwise.onnx._scopes import Node, Scope, Tree, Value, fresh_name
 
 __all__ = ["beside_twin", "can_twin", "contributions", "difference"]
 
@@ -113,11 +113,7 @@ class _Twinning:
     dials: dict[Value, str] = field(default_factory=dict)
 
     def fresh(self, stem: str) -> str:
-        name, count = stem, 1
-        while name in self.taken:
-            name, count = f"{stem}_{count}", count + 1
-        self.taken.add(name)
-        return name
+        return fresh_name(stem, self.taken)
 
     def scope(self, scope: Scope, graph: onnx.GraphProto, outer: Mapping[str, str]) -> dict[str, str]:
         """Twin the nodes of a graph in place. Returns what each disturbed name, of here or outside, is in the twin."""

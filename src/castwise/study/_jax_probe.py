@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from castwise.errors import StudyError
 __all__ = [
     "Parts",
     "Programs",
-    "agreement",
     "batch_size",
     "packed",
     "saved_bytes",
@@ -120,18 +118,6 @@ def batch_size(batch: Any) -> int:
     """The first dimension of the first array in ``batch``; 0 where there is none."""
     arrays = (leaf for leaf in jax.tree.leaves(batch) if isinstance(leaf, jax.Array | np.ndarray))
     return next((int(leaf.shape[0]) if leaf.ndim else 0 for leaf in arrays), 0)
-
-
-def agreement(ours: Any, theirs: Any) -> float:
-    """The cosine of the angle between two gradients, -1 to 1; NaN where either is zero or not finite."""
-    pairs = [
-        (np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel())
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-    ]
-    with np.errstate(invalid="ignore", over="ignore"):
-        dot = math.fsum(float(a @ b) for a, b in pairs if np.isfinite(a).all() and np.isfinite(b).all())
-        norms = sum(float(a @ a) for a, _ in pairs) * sum(float(b @ b) for _, b in pairs)
-    return dot / math.sqrt(norms) if norms > 0 and math.isfinite(norms) else math.nan
 
 
 def tree_bytes(tree: Any) -> int:

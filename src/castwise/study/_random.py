@@ -43,15 +43,24 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run the body from ``seed``; afterwards both generators are as before."""
-    before = capture()
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        restore(before)
+def seeded_by(
+    capture: Callable[[], dict[str, Any]], restore: Callable[[dict[str, Any]], None], seed_all: Callable[[int], None]
+) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """A context that runs its body from a seed and leaves the generators that these know as they were."""
+
+    @contextlib.contextmanager
+    def seeded(seed: int) -> Iterator[None]:
+        before = capture()
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            restore(before)
+
+    return seeded
+
+
+seeded = seeded_by(capture, restore, seed_all)
 
 
 class Feed:

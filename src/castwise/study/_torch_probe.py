@@ -6,12 +6,13 @@ Every probe leaves weights, gradients, buffers (batch norm's running statistics)
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from castwise.study._interval import cosine
 
 __all__ = ["agreement", "batch_size", "gradients", "saved_bytes", "state_bytes", "to_device", "undisturbed"]
 
@@ -48,9 +49,8 @@ def gradients(loss: Tensor, model: nn.Module, *, scale: float = 1.0) -> list[Ten
 
 def agreement(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """The cosine of the angle between two gradients, -1 to 1; NaN where either is zero or not finite."""
-    dot = math.fsum(_dot(a, b) for a, b in zip(ours, theirs, strict=True))
-    norms = math.fsum(_dot(a, a) for a in ours) * math.fsum(_dot(b, b) for b in theirs)
-    return dot / math.sqrt(norms) if norms > 0 and math.isfinite(norms) else math.nan
+    dot = sum(_dot(a, b) for a, b in zip(ours, theirs, strict=True))
+    return cosine(dot, sum(_dot(a, a) for a in ours) * sum(_dot(b, b) for b in theirs))
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,15 +44,7 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run the body from ``seed``; afterwards all generators are as before."""
-    before = capture()
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        restore(before)
+seeded = _random.seeded_by(capture, restore, seed_all)
 
 
 class Feed(_random.Feed):

@@ -26,7 +26,6 @@ import contextlib
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,9 +43,9 @@ from castwise.jax import LossScale, autocast, skip_bad_steps, value_and_grad  # 
 from castwise.jax._rules import device_here  # noqa: E402
 from castwise.policy import Policy  # noqa: E402
 from castwise.study import _jax_layers  # noqa: E402
+from castwise.study._interval import SteppedRun, agreement, mean_loss, number  # noqa: E402
 from castwise.study._jax_probe import (  # noqa: E402
     Programs,
-    agreement,
     batch_size,
     packed,
     saved_bytes,
@@ -60,7 +59,7 @@ from castwise.study.arms import Arm  # noqa: E402
 from castwise.study.backend import Blame, Layer  # noqa: E402
 from castwise.study.calls import calling  # noqa: E402
 from castwise.study.protocol import TaskSpec  # noqa: E402
-from castwise.study.records import Ending, Evaluation, Failure, Interval  # noqa: E402
+from castwise.study.records import Evaluation  # noqa: E402
 
 __all__ = ["JaxBackend", "JaxRun"]
 
@@ -121,7 +120,7 @@ class JaxBackend:
         return run.blame()
 
 
-class JaxRun:
+class JaxRun(SteppedRun):
     """See ``backend.Run``."""
 
     def __init__(self, spec: TaskSpec, arm: Arm, seed: int, programs: Programs) -> None:
@@ -185,64 +184,19 @@ class JaxRun:
 
     # ---- training ----
 
-    def advance(self, steps: int) -> tuple[Interval, Ending | None]:
-        losses: list[float] = []
-        norms: list[float] = []
-        samples, seconds = 0, 0.0
-        ending: Ending | None = None
-        for _ in range(steps):
-            batches = [self._next_batch() for _ in range(self._spec.accumulate)]
-            start = time.perf_counter()
-            loss, norm, finite, stalled = self._one_step(batches)
-            seconds += time.perf_counter() - start
-            losses.append(loss)
-            norms.append(norm if finite else math.nan)
-            self._step += 1
-            samples += sum(map(batch_size, batches))
-            if stalled:
-                ending = self._ended()
-                break
-        return self._interval(losses, norms, samples, seconds, ending)
-
-    def _next_batch(self) -> Any:
-        self._recent = self._feed.next()
-        return self._recent
-
-    def _one_step(self, batches: Sequence[Any]) -> tuple[float, float, bool, bool]:
+    def _one_step(self, batches: Sequence[Any]) -> tuple[float, float, bool]:
         key = jax.random.fold_in(self._key, self._step)
         # Tracing is like a call: what it draws from NumPy must not depend on when it happens.
         with calling(self._spec.spelled, "a training step"), seeded(scattered_seed(self._seed, _TRAIN)):
             self.params, self.state, self.scale, told = self._train(self.params, self.state, self.scale, batches, key)
             loss, norm, finite, stalled = jax.device_get(told)
-        return float(loss), float(norm), bool(finite), bool(stalled)
+        return float(loss), float(norm) if finite else math.nan, bool(stalled)
 
-    def _ended(self) -> Ending:
-        if self._arm.policy.uses_scaling:
-            kind, why = Failure.STALLED, "the loss scale was at its floor and gradients still overflowed"
-        else:
-            kind, why = Failure.NON_FINITE, "gradients stayed infinite or not a number"
-        _log.info("%s, seed %d: at step %d %s", self._arm.name, self._seed, self._step, why)
-        return Ending(kind, self._step, f"at step {self._step} {why}")
+    def _size_of(self, batch: Any) -> int:
+        return batch_size(batch)
 
-    def _interval(
-        self, losses: list[float], norms: list[float], samples: int, seconds: float, ending: Ending | None
-    ) -> tuple[Interval, Ending | None]:
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        if ending is None and 2 * len(finite) < len(losses):
-            share = f"{len(losses) - len(finite)} of {len(losses)} training losses"
-            ending = Ending(Failure.NON_FINITE, self._step, f"{share} up to step {self._step} were not finite")
-        interval = Interval(
-            step=self._step,
-            loss=math.fsum(finite) / len(finite) if finite else math.nan,
-            evaluation=Evaluation(math.nan, math.nan) if ending else self.evaluate(),
-            grad_norms=tuple(norms),
-            direction=math.nan if ending else self._direction(),
-            scale=float(self.scale.scale_value),
-            skipped=sum(map(math.isnan, norms)),
-            samples=samples,
-            seconds=seconds,
-        )
-        return interval, ending
+    def _scale_value(self) -> float:
+        return float(self.scale.scale_value)
 
     # ---- looking ----
 
@@ -255,30 +209,20 @@ class JaxRun:
             with calling(self._spec.spelled, "evaluate"):
                 value = self._measure(self.params)
         except StudyError as error:
-            if not isinstance(
-                error.__cause__, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError
-            ):
+            if not isinstance(error.__cause__, _NEEDS_A_VALUE):
                 raise
             raise StudyError(
                 f"Task {self._spec.spelled!r}: evaluate needs the value of an array while JAX traces it. Compute with "
                 f"jax.numpy and return a scalar of JAX's, without float() or NumPy."
             ) from error
-        try:
-            return float(value)
-        except (TypeError, ValueError) as error:
-            raise StudyError(f"Task {self._spec.spelled!r}: evaluate gives {value!r}. Return one number.") from error
+        return number(value, self._spec.spelled)
 
     def _validation_loss(self) -> float:
-        batches = self._spec.validation()
-        if batches is None:
-            return math.nan
-        total, count = 0.0, 0
-        for batch in batches:
-            size = batch_size(batch) or 1
+        def loss_of(batch: Any) -> float:
             with calling(self._spec.spelled, "loss"):
-                total += size * float(self._validate(self.params, batch))
-            count += size
-        return total / count if count else math.nan
+                return float(self._validate(self.params, batch))
+
+        return mean_loss(self._spec.validation(), batch_size, loss_of)
 
     def _direction(self) -> float:
         """The cosine between this arm's gradient and fp32's, at these weights, on the latest batch."""
@@ -292,7 +236,7 @@ class JaxRun:
                 states = tree_bytes(self.state.inner)
                 self.memory = {"weights": weights, "gradients": weights, "optimizer": states, "activations": kept}
             ours, theirs = jax.device_get(self._compare(self.params, self.scale, self._recent, key))
-        return agreement(ours, theirs)
+        return agreement(jax.tree.leaves(ours), jax.tree.leaves(theirs))
 
     def layers(self) -> list[Layer]:
         """See ``_jax_layers.classify``."""

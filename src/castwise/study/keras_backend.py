@@ -24,7 +24,6 @@ import io
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,13 +47,14 @@ from castwise.keras._region import root_of  # noqa: E402
 from castwise.policy import Policy  # noqa: E402
 from castwise.scaling import ScaleState  # noqa: E402
 from castwise.study import _random  # noqa: E402
+from castwise.study._interval import SteppedRun, agreement, mean_loss, number  # noqa: E402
 from castwise.study._keras_steps import gradients_for  # noqa: E402
 from castwise.study._random import capture, restore, scattered_seed  # noqa: E402
 from castwise.study.arms import Arm  # noqa: E402
 from castwise.study.backend import Blame, Layer  # noqa: E402
 from castwise.study.calls import calling  # noqa: E402
 from castwise.study.protocol import TaskSpec  # noqa: E402
-from castwise.study.records import Ending, Evaluation, Failure, Interval  # noqa: E402
+from castwise.study.records import Evaluation  # noqa: E402
 
 __all__ = ["KerasBackend", "KerasRun"]
 
@@ -102,7 +102,7 @@ class KerasBackend:
         return run.blame()
 
 
-class KerasRun:
+class KerasRun(SteppedRun):
     """See ``backend.Run``."""
 
     def __init__(self, spec: TaskSpec, arm: Arm, seed: int) -> None:
@@ -155,88 +155,36 @@ class KerasRun:
 
     # ---- training ----
 
-    def advance(self, steps: int) -> tuple[Interval, Ending | None]:
-        losses: list[float] = []
-        norms: list[float] = []
-        samples, seconds = 0, 0.0
-        ending: Ending | None = None
-        for _ in range(steps):
-            batches = [self._next_batch() for _ in range(self._spec.accumulate)]
-            start = time.perf_counter()
-            loss, stepped = self._one_step(batches)
-            seconds += time.perf_counter() - start
-            losses.append(loss)
-            norms.append(self.optimizer.gradient_norm if stepped else math.nan)
-            self._step += 1
-            samples += sum(map(_batch_size, batches))
-            if self.optimizer.stalled:
-                ending = self._ended()
-                break
-        return self._interval(losses, norms, samples, seconds, ending)
-
-    def _next_batch(self) -> Any:
-        self._recent = self._feed.next()
-        return self._recent
-
-    def _one_step(self, batches: Sequence[Any]) -> tuple[float, bool]:
+    def _one_step(self, batches: Sequence[Any]) -> tuple[float, float, bool]:
         before = self.optimizer.state
         self._draw_from(_TRAIN, self._step)
         found = [self._gradients(batch, before.scale / len(batches)) for batch in batches]
         gradients = [sum(parts[1:], parts[0]) for parts in zip(*(grads for _, grads in found), strict=True)]
         self.optimizer.apply(gradients, self.model.trainable_variables)
+        stepped = self.optimizer.state.skipped == before.skipped
         loss = math.fsum(loss for loss, _ in found) / len(found)
-        return loss, self.optimizer.state.skipped == before.skipped
+        return loss, self.optimizer.gradient_norm if stepped else math.nan, self.optimizer.stalled
 
-    def _ended(self) -> Ending:
-        if self._arm.policy.uses_scaling:
-            kind, why = Failure.STALLED, "the loss scale was at its floor and gradients still overflowed"
-        else:
-            kind, why = Failure.NON_FINITE, "gradients stayed infinite or not a number"
-        _log.info("%s, seed %d: at step %d %s", self._arm.name, self._seed, self._step, why)
-        return Ending(kind, self._step, f"at step {self._step} {why}")
+    def _size_of(self, batch: Any) -> int:
+        leaves = keras.tree.flatten(batch)
+        shape = getattr(leaves[0], "shape", ()) if leaves else ()
+        return int(shape[0]) if shape else 0
 
-    def _interval(
-        self, losses: list[float], norms: list[float], samples: int, seconds: float, ending: Ending | None
-    ) -> tuple[Interval, Ending | None]:
-        finite = [loss for loss in losses if math.isfinite(loss)]
-        if ending is None and 2 * len(finite) < len(losses):
-            share = f"{len(losses) - len(finite)} of {len(losses)} training losses"
-            ending = Ending(Failure.NON_FINITE, self._step, f"{share} up to step {self._step} were not finite")
-        interval = Interval(
-            step=self._step,
-            loss=math.fsum(finite) / len(finite) if finite else math.nan,
-            evaluation=Evaluation(math.nan, math.nan) if ending else self.evaluate(),
-            grad_norms=tuple(norms),
-            direction=math.nan if ending else self._direction(),
-            scale=self.optimizer.state.scale,
-            skipped=sum(map(math.isnan, norms)),
-            samples=samples,
-            seconds=seconds,
-        )
-        return interval, ending
+    def _scale_value(self) -> float:
+        return self.optimizer.state.scale
 
     # ---- looking ----
 
     def evaluate(self) -> Evaluation:
         with self._undisturbed(), _random.seeded(scattered_seed(self._seed, _EVALUATE)):
-            value = self._spec.evaluate(self.model)
-            try:
-                return Evaluation(self._validation_loss(), float(value))
-            except (TypeError, ValueError) as error:
-                raise StudyError(
-                    f"Task {self._spec.spelled!r}: evaluate gives {value!r}. Return one number."
-                ) from error
+            metric = self._spec.evaluate(self.model)
+            return Evaluation(self._validation_loss(), number(metric, self._spec.spelled))
 
     def _validation_loss(self) -> float:
-        batches = self._spec.validation()
-        if batches is None:
-            return math.nan
-        total, count = 0.0, 0
-        for batch in batches:
-            size = _batch_size(batch) or 1
-            total += size * float(keras.ops.convert_to_numpy(self._loss(batch, training=False)))
-            count += size
-        return total / count if count else math.nan
+        def loss_of(batch: Any) -> float:
+            return float(keras.ops.convert_to_numpy(self._loss(batch, training=False)))
+
+        return mean_loss(self._spec.validation(), self._size_of, loss_of)
 
     def _direction(self) -> float:
         """The cosine between this arm's gradient and fp32's, at these weights, on the latest batch."""
@@ -248,9 +196,7 @@ class KerasRun:
         with self._undisturbed(), as_written(root) if root is not None else contextlib.nullcontext():
             self._draw_from(_PROBE, self._step)
             _, theirs = self._wide_gradients(self._recent, 1.0)
-        a, b = (np.concatenate([_numpy(g).astype("float64").ravel() for g in grads]) for grads in (ours, theirs))
-        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-        return float(a @ b) / norms if norms > 0 and math.isfinite(norms) else math.nan
+        return agreement(map(_numpy, ours), map(_numpy, theirs))
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -311,12 +257,6 @@ class KerasRun:
 
 def _numpy(value: Any) -> Any:
     return np.asarray(keras.ops.convert_to_numpy(value))
-
-
-def _batch_size(batch: Any) -> int:
-    leaves = keras.tree.flatten(batch)
-    shape = getattr(leaves[0], "shape", ()) if leaves else ()
-    return int(shape[0]) if shape else 0
 
 
 def _bytes(model: Any, optimizer: Any) -> dict[str, int]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from castwise.errors import NonFiniteError, ScaleStalledError, StudyError
 from castwise.guard import GuardConfig
 from castwise.study import _torch_layers, _torch_probe, _torch_ranks
+from castwise.study._interval import Taken, interval_of, mean_loss, number, stuck
 from castwise.study._torch_random import Feed, capture, restore, scattered_seed, seed_all, seeded
 from castwise.study.arms import Arm
 from castwise.study.backend import Blame, Layer
@@ -135,12 +136,10 @@ class TorchRun:
             start = time.perf_counter()
             try:
                 losses.append(torch.stack([self._micro_step(batch, results) for batch in batches]).mean())
-            except ScaleStalledError as error:
-                ending = self._ended(
-                    Failure.STALLED, "the loss scale was at its floor and gradients still overflowed", error
-                )
-            except NonFiniteError as error:
-                ending = self._ended(Failure.NON_FINITE, "gradients stayed infinite or not a number", error)
+            except (ScaleStalledError, NonFiniteError) as error:
+                failure = Failure.STALLED if isinstance(error, ScaleStalledError) else Failure.NON_FINITE
+                ending = stuck(failure, self._step + 1)
+                _log.info("%s, seed %d: %s", self._arm.name, self._seed, error)
             seconds += time.perf_counter() - start
             self._step += 1
             samples += sum(map(_torch_probe.batch_size, batches))
@@ -169,39 +168,17 @@ class TorchRun:
             results.append(self.amp.step(loss, clip_norm=self._spec.clip_norm))
         return loss.detach().float().reshape(())
 
-    def _ended(self, failure: Failure, message: str, error: Exception) -> Ending:
-        _log.info("%s, seed %d: %s", self._arm.name, self._seed, error)
-        return Ending(failure, self._step + 1, f"at step {self._step + 1} {message}")
-
     def _close_interval(
         self, losses: list[Tensor], results: list[Any], samples: int, seconds: float, ending: Ending | None
     ) -> tuple[Interval, Ending | None]:
         together = torch.stack(losses).double() if losses else torch.zeros(0)
         values = (_torch_ranks.mean_of(together) if self._ranks > 1 else together).tolist()
-        finite = [value for value in values if math.isfinite(value)]
-        taken = results[self._spec.accumulate - 1 :: self._spec.accumulate]  # the calls that could have stepped
-        stepped = [bool(result.stepped) for result in taken]
-        norms = [float(result.grad_norm) if ok else math.nan for result, ok in zip(taken, stepped, strict=True)]
+        results = results[self._spec.accumulate - 1 :: self._spec.accumulate]  # the calls that could have stepped
+        norms = [float(result.grad_norm) if result.stepped else math.nan for result in results]
         if ending is not None:  # the step that raised has no result, and was not taken
             norms.append(math.nan)
-            stepped.append(False)
-        elif 2 * len(finite) < len(values):
-            share = f"{len(values) - len(finite)} of {len(values)} training losses"
-            message = f"{share} up to step {self._step} were not finite"
-            ending = Ending(Failure.NON_FINITE, self._step, message)
-        evaluation = Evaluation(math.nan, math.nan) if ending else self.evaluate()
-        interval = Interval(
-            step=self._step,
-            loss=math.fsum(finite) / len(finite) if finite else math.nan,
-            evaluation=evaluation,
-            grad_norms=tuple(norms),
-            direction=math.nan if ending else self._direction(),
-            scale=self.amp.loss_scale,
-            skipped=stepped.count(False),
-            samples=samples,
-            seconds=seconds,
-        )
-        return interval, ending
+        taken = Taken(values, norms, samples, seconds)
+        return interval_of(self._step, taken, ending, lambda: self.amp.loss_scale, self.evaluate, self._direction)
 
     # ---- looking ----
 
@@ -216,23 +193,14 @@ class TorchRun:
                 module.training = training
 
     def _metric(self) -> float:
-        value = self._spec.evaluate(self.model)
-        try:
-            return float(value)
-        except (TypeError, ValueError) as error:
-            raise StudyError(f"Task {self._spec.spelled!r}: evaluate gives {value!r}. Return one number.") from error
+        return number(self._spec.evaluate(self.model), self._spec.spelled)
 
     def _validation_loss(self) -> float:
-        batches = self._spec.validation()
-        if batches is None:
-            return math.nan
-        total, count = 0.0, 0
-        for batch in batches:
-            size = _torch_probe.batch_size(batch) or 1
+        def loss_of(batch: Any) -> float:
             loss = self._spec.loss(self.model, _torch_probe.to_device(batch, self._device))
-            total += size * float(_one_number(loss, self._spec.spelled))
-            count += size
-        return total / count if count else math.nan
+            return float(_one_number(loss, self._spec.spelled))
+
+        return mean_loss(self._spec.validation(), _torch_probe.batch_size, loss_of)
 
     def _direction(self) -> float:
         """The cosine between this arm's gradient and fp32's, at these weights, on the latest batch."""

@@ -35,6 +35,11 @@ _DEVICE_PIECE = 1 << 26  # weights; enough that launching kernels takes no time
 _WORTH = 1 << 16  # values per weight; below, what a weight costs in Python is more than a pass over it saves
 
 
+def refreshes(device_type: str, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a step of these float32 weights writes their kept casts too, so that the next step need not cast them."""
+    return device_type == "cpu" and sum(p.numel() for p in weights) >= _WORTH * len(weights)
+
+
 @dataclass(slots=True)
 class _Weight:
     """A parameter with a gradient, or a part of one.
@@ -132,9 +137,7 @@ class FusedStep:
         parameters = [p for p in self.wide.parameters() if p.grad is not None]
         if any(p.device.type != "cpu" for p in parameters):
             return "the device's own fused kernels leave nothing to save"
-        if sum(p.numel() for p in parameters) < _WORTH * len(parameters):
-            return f"weights are small, under {_WORTH} values on average"
-        return ""
+        return "" if refreshes("cpu", parameters) else f"weights are small, under {_WORTH} values on average"
 
     @torch.no_grad()
     def step(self, divisor: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
@@ -156,6 +159,7 @@ class FusedStep:
         for p in stepped:
             refreshed(self.cache, p)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step came first
+        self._let_go()
 
     # ---- one parameter ----
 
@@ -331,8 +335,8 @@ class FusedStep:
             m.view(t.shape) for m, t in zip(torch.split(memory, [t.numel() for t in like]), like, strict=True)
         ]
 
-    def let_go(self) -> None:
-        """Give the working memory back."""
+    def _let_go(self) -> None:
+        """Give the working memory back: forward and backward need theirs."""
         self._scratch.clear()
         self.wide.noise.let_go()
 

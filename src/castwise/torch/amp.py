@@ -191,6 +191,9 @@ class Amp(Watched):
         model's loss for example, and are cleared. If backward raises, the accumulation starts anew.
         """
         check_loss(loss, "backward")
+        self._backward(loss, retain_graph)
+
+    def _backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         if not self._begun:
             self._begin()
         try:
@@ -258,7 +261,7 @@ class Amp(Watched):
         check_clip_norm(clip_norm)
         if loss is not None:
             check_loss(loss, "step")
-            self.backward(loss)
+            self._backward(loss)
         elif not self._begun:
             raise CastwiseError("Amp.step: there is no loss. Give it one, or call amp.backward(loss) before it.")
         self._micro += 1

@@ -28,6 +28,7 @@ from castwise.plan import Favour, pareto, solve
 from castwise.policy import Policy
 from castwise.risk import Risks
 
+from ._fused import refreshes
 from ._verify import Verification, Verifier
 from .calibrate import calibrate
 from .capture import Captured, CaptureError, as_call, capture, flat_inputs
@@ -109,9 +110,8 @@ def plan(
 ) -> Plan:
     """Decide the format of every op of `model` together.
 
-    A training plan counts on an `Amp` that runs it: low copies of weights are kept from step to step, and the step that
-    changes a weight writes its copy. Where another optimizer steps the model, or weights are small (under 65,536 values
-    on average), each step casts the weights again.
+    A training plan counts on an `Amp` that runs it: on CPUs its optimizer step writes the low copies of large weights
+    (65,536 values on average, and more) as it writes the weights. Others are cast by each step, and priced so.
 
     Args:
         model: in the mode to plan for: with `train()`, or given a loss, a training step is planned, else inference. It
@@ -168,10 +168,11 @@ def prepare(
         costs = _no_costs(captured, wanted.name)
         risks = Risks.unmeasured(captured.graph, BF16.name)
         return Prepared(captured, costs, risks, resolved, (example_inputs,), (), device_type)
+    keep = not training or refreshes(wanted.kind, [p for p in model.parameters() if p.requires_grad])
     if device is None or wanted == here:
-        costs = _measured(captured, example_inputs, wanted, fmt.name, seconds, resolved.tf32)
+        costs = _measured(captured, example_inputs, wanted, fmt.name, seconds, resolved.tf32, keep)
     else:
-        costs = roofline(captured.graph, wanted, fmt.name, tf32=resolved.tf32, keep_low_weights=True)
+        costs = roofline(captured.graph, wanted, fmt.name, tf32=resolved.tf32, keep_low_weights=keep)
     risks = calibrate(captured, fmt.name, calibrating, loss)
     held_out = tuple(batches[half:]) or calibrating[:1]
     return Prepared(captured, costs, risks, resolved, calibrating, held_out, device_type)
@@ -189,13 +190,19 @@ def _captured(model: nn.Module, batches: tuple[Any, ...], training: bool, fused:
 
 
 def _measured(
-    captured: Captured | CapturedParts, example_inputs: Any, device: Device, fmt: str, seconds: float, tf32: bool
+    captured: Captured | CapturedParts,
+    example_inputs: Any,
+    device: Device,
+    fmt: str,
+    seconds: float,
+    tf32: bool,
+    keep: bool,
 ) -> Costs:
     if isinstance(captured, Captured):
-        return measured_costs(captured, example_inputs, device, fmt, seconds=seconds, tf32=tf32, keep_low_weights=True)
+        return measured_costs(captured, example_inputs, device, fmt, seconds=seconds, tf32=tf32, keep_low_weights=keep)
     share = seconds / len(captured.parts)
     return join_costs([
-        measured_costs(part, tuple(call), device, fmt, seconds=share, tf32=tf32, keep_low_weights=True)
+        measured_costs(part, tuple(call), device, fmt, seconds=share, tf32=tf32, keep_low_weights=keep)
         for part, call in zip(captured.parts, captured.calls, strict=True)
     ])  # fmt: skip
 

@@ -150,6 +150,7 @@ class WideWeights:
             narrow(self.mode, local(kept.wide.data), low, rest, self.noise)
             torch.autograd.graph.increment_version(kept.low)
         self._let_go(self.kept)
+        self.noise.let_go()
 
     def _let_go(self, kept: Iterable[Kept]) -> None:
         if self.mode != "master":
