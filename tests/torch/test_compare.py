@@ -63,12 +63,52 @@ def test_a_gradient_that_overflows_is_told_at_the_layer_that_receives_it() -> No
 
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Cliff(), nn.Linear(4, 4)), torch.randn(8, 4)
-    found = compare(model, x, "float16")
+    found = compare(model, x, "float16", scale=1.0)
     assert found.first_divergence is None
     assert found.first_backward_divergence is not None and found.first_backward_divergence.layer == "1"
     assert math.isinf(found.first_backward_divergence.backward)
     assert "gradients: first to diverge at 1" in found.table() and "gradients: first to diverge at 1" in found.page()
     assert compare(model, x, "bfloat16").first_backward_divergence is None
+
+
+def test_gradients_are_compared_at_the_scale_that_training_settles_at_and_without_one() -> None:
+    model, x = model_and_inputs()
+    small = Policy.from_dict({"format": "float16", "scaling": {"init_scale": 2.0**20, "max_scale": 2.0**20}})
+    found = compare(model, x, small, loss=lambda y: y.float().square().mean() * 1e-6)
+    assert found.scale == 2.0**20
+    assert all(d.backward < 0.02 and d.vanished == 0.0 for d in found.layers)
+    assert all(d.unscaled > 0.1 for d in found.layers)  # of such gradients float16 keeps few bits, or none
+    told = found.table()
+    assert "gradients: none diverges at a loss scale of 1.04858e+06; without one, they diverge first at 5" in told
+    assert "unscaled" in told and "unscaled" in found.page() and found.title in found.page().partition("</h1>")[0]
+    steep = compare(model, x, "float16", loss=lambda y: y.float().square().mean() * 64.0)
+    assert steep.scale < 2.0**16 and all(d.backward < 0.02 for d in steep.layers)
+    fixed = compare(model, x, small, scale=1.0, loss=lambda y: y.float().square().mean() * 1e-6)
+    assert fixed.scale == 1.0 and [d.backward for d in fixed.layers] == [d.unscaled for d in found.layers]
+    assert "unscaled" not in fixed.table() and "loss scale" not in fixed.table()
+    assert compare(model, x, "bfloat16").scale == 1.0
+    with pytest.raises(PolicyError, match=r"scale: 0\.0"):
+        compare(model, x, "float16", scale=0.0)
+
+
+def test_a_gradient_that_overflows_at_every_scale_is_told_at_the_lowest() -> None:
+    class Cliff(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Steep.apply(x, 1e10)  # type: ignore[no-any-return,no-untyped-call]
+
+    found = compare(nn.Sequential(nn.Linear(4, 4), Cliff(), nn.Linear(4, 4)), torch.randn(8, 4), "float16")
+    assert found.scale == 1.0 and found.first_backward_divergence is not None
+    assert found.first_backward_divergence.layer == "0"
+
+
+def test_a_model_that_writes_into_its_input_is_given_the_same_one_each_time() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2.0)
+
+    x = torch.ones(2, 4)
+    found = compare(nn.Sequential(Doubled(), nn.Linear(4, 4)), x, "float16")
+    assert found.layers[0].total == 0.0 and bool((x == 1.0).all())
 
 
 def test_a_mask_of_infinities_is_no_difference() -> None:
@@ -129,7 +169,10 @@ def test_the_command_compares_a_task(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "task.py").write_text(TASK)
     assert main(["compare", f"{tmp_path / 'task.py'}:Task", "--precisions", "fp32,fp16", "--html", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "float32 beside float16" in told and "no layer diverges" in told
+    assert "float32 beside float16, its gradients at a loss scale of " in told and "no layer diverges" in told
+    assert main(["compare", f"{tmp_path / 'task.py'}:Task", "--precisions", "fp32,fp16,bf16", "--scale", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "a loss scale of 8" in told and "float32 beside bfloat16: relative errors" in told
     assert (tmp_path / "compare-fp16.html").exists()
     assert main(["compare", f"{tmp_path / 'task.py'}:Task", "--precisions", "fp32"]) == 1
 

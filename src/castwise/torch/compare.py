@@ -4,13 +4,14 @@
 
 Each layer that computes is looked at twice: as it runs inside the whole model, and by itself on float32's own inputs.
 The second tells what the layer adds; running it in float32 on inputs and weights that were rounded first tells how much
-of that is due to casts.
+of that is due to casts. Gradients are compared at the loss scale that training would find, and without one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from castwise.errors import PolicyError
 from castwise.policy import Policy
+from castwise.scaling import lower_scales
 from castwise.watch.comparison import Comparison, LayerDifference
 
 from ._casts import CastCache
@@ -31,9 +33,10 @@ from .attribution_trees import mapped, tensors_in
 from .devices import resolve
 from .emulation import arithmetic
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_step"]
 
 Loss = Callable[[Any], torch.Tensor]
+Step = Callable[[], torch.Tensor]
 
 
 class _Seen:
@@ -45,7 +48,22 @@ class _Seen:
         self.gradient: torch.Tensor | None = None
 
 
-def compare(model: nn.Module, inputs: Any, policy: Policy | str = "auto", *, loss: Loss | None = None) -> Comparison:
+@dataclass
+class _Pass:
+    """Every call of every layer without children, by path (``path#2`` for a second call); and how backward ended."""
+
+    calls: dict[str, _Seen] = field(default_factory=dict)
+    finite: bool = True  # the gradients of all parameters
+
+
+def compare(
+    model: nn.Module,
+    inputs: Any,
+    policy: Policy | str = "auto",
+    *,
+    loss: Loss | None = None,
+    scale: float | None = None,
+) -> Comparison:
     """The same step in float32 and under a policy.
 
     Args:
@@ -53,31 +71,60 @@ def compare(model: nn.Module, inputs: Any, policy: Policy | str = "auto", *, los
         inputs: a tensor, a tuple of positional arguments, or a mapping of named ones.
         policy: a policy, preset or policy file.
         loss: a scalar of the model's output, to compare gradients by; default: the mean square of its tensors.
+        scale: the loss scale of the policy's backward. Default: what training settles at where the policy scales,
+            the largest of the scales that its backing off reaches at which all gradients are finite; else 1.
 
     Raises:
-        PolicyError: the model has no layer that computes.
+        PolicyError: the model has no layer that computes, or the scale is no positive number.
     """
+    args, kwargs = _arguments(inputs)
+    measure = loss or _mean_square
+
+    def step() -> torch.Tensor:
+        own_args, own_kwargs = _kept(args, kwargs)  # the model may write into its inputs
+        return measure(model(*own_args, **own_kwargs))
+
+    return compare_step(model, step, policy, scale=scale)
+
+
+def compare_step(
+    model: nn.Module, step: Step, policy: Policy | str = "auto", *, scale: float | None = None
+) -> Comparison:
+    """As `compare`, for a step that calls the model and gives its loss."""
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise PolicyError(f"compare: scale: {scale!r} is no loss scale. Give a positive number, such as 65536.0.")
     device = next((p.device.type for p in model.parameters()), "cpu")
     resolved = resolve(Policy.coerce(policy), device)
-    args, kwargs = _arguments(inputs)
-    call = Call(model, "", args, kwargs, (), generators(), None, 0)
+    call = Call(model, "", (), {}, (), generators(), None, 0)
     runner = Replay(model)
-    wide = _run(model, runner, call, float32_region(device), loss)
+    wide = _run(model, runner, call, float32_region(device), step)
     hooks = LayerHooks(model, resolved, device) if resolved.layers else None
     try:
         context = _policy_region(resolved, device)
-        narrow = _run(model, runner, call, context, loss)
+        used, narrow = _scaled(resolved, scale, lambda by: _run(model, runner, call, context, step, by))
+        plain = narrow if used == 1.0 else _run(model, runner, call, context, step)
         with runner.undisturbed(call):
             found = [
-                _difference(key, order, seen, narrow.get(key), context, resolved, device)
-                for order, (key, seen) in enumerate(wide.items())
+                _difference(order, seen, narrow.calls.get(key), plain.calls.get(key), key, context, resolved, device)
+                for order, (key, seen) in enumerate(wide.calls.items())
             ]
     finally:
         if hooks is not None:
             hooks.remove()
     if not found:
         raise PolicyError("compare: no layer of the model gives a floating tensor, so there is nothing to compare.")
-    return Comparison(resolved.format, tuple(found))
+    return Comparison(resolved.format, tuple(found), used)
+
+
+def _scaled(policy: Policy, scale: float | None, run: Callable[[float], _Pass]) -> tuple[float, _Pass]:
+    """The loss scale to compare gradients at, and the step at it."""
+    config = policy.scaling
+    scales = [config.init_scale, *lower_scales(config.init_scale, config)] if policy.uses_scaling else [1.0]
+    for used in scales if scale is None else [scale]:
+        found = run(used)
+        if found.finite:
+            break
+    return used, found
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,9 +138,9 @@ def _policy_region(policy: Policy, device_type: str) -> Context:
     return lambda: Entering(Region(rules, CastCache(capacity=0)))
 
 
-def _run(model: nn.Module, runner: Replay, call: Call, context: Context, loss: Loss | None) -> dict[str, _Seen]:
-    """Every call of every layer without children, by path (``path#2`` for a second call)."""
-    seen: dict[str, _Seen] = {}
+def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: Step, scale: float = 1.0) -> _Pass:
+    done = _Pass()
+    seen = done.calls
     random: dict[nn.Module, Any] = {}
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -109,7 +156,7 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, loss: L
                 module, *_kept(args, kwargs), y, random[module]
             )
             if y.requires_grad:
-                y.register_hook(lambda g: setattr(one, "gradient", g.detach().double()))  # type: ignore[no-untyped-call]
+                y.register_hook(lambda g: setattr(one, "gradient", g.detach().double() / scale))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -121,15 +168,15 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, loss: L
     try:
         with runner.undisturbed(call):
             with context():
-                output = call.module(*call.args, **call.kwargs)
+                value = step()
             parameters = [p for p in model.parameters() if p.requires_grad]
-            value = loss(output) if loss is not None else _mean_square(output)
             if parameters and value.requires_grad:
-                torch.autograd.grad(value.float(), parameters, allow_unused=True)
+                gradients = torch.autograd.grad(value.float() * scale, parameters, allow_unused=True)
+                done.finite = all(bool(g.isfinite().all()) for g in gradients if g is not None)
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return done
 
 
 def _kept(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -143,7 +190,14 @@ def _mean_square(output: Any) -> torch.Tensor:
 
 
 def _difference(
-    key: str, order: int, wide: _Seen, narrow: _Seen | None, context: Context, policy: Policy, device_type: str
+    order: int,
+    wide: _Seen,
+    narrow: _Seen | None,
+    plain: _Seen | None,
+    key: str,
+    context: Context,
+    policy: Policy,
+    device_type: str,
 ) -> LayerDifference:
     true = wide.output
     alone = _alone(wide, context)
@@ -151,7 +205,8 @@ def _difference(
     rounded = _round(cast, policy, device_type)
     total = narrow.output if narrow is not None and narrow.output.shape == true.shape else alone
     kept = true.isfinite()
-    both = narrow is not None and narrow.gradient is not None and wide.gradient is not None
+    gradient = narrow.gradient if narrow is not None else None
+    both = gradient is not None and wide.gradient is not None
     return LayerDifference(
         layer=key or "the model itself",
         order=order,
@@ -160,10 +215,18 @@ def _difference(
         casts=_error(cast, true, true),
         rounding=_error(rounded, cast, true),
         accumulation=_error(alone, rounded, true) if alone.shape == rounded.shape else float("nan"),
-        backward=_error(narrow.gradient, wide.gradient, wide.gradient) if both else float("nan"),  # type: ignore[union-attr,arg-type]
         overflow=_share(kept & ~total.isfinite()),
         underflow=_share((true != 0) & (total == 0)),
+        backward=_backward_error(narrow, wide),
+        vanished=_share((wide.gradient != 0) & (gradient == 0)) if both else float("nan"),  # type: ignore[arg-type]
+        unscaled=_backward_error(plain, wide),
     )
+
+
+def _backward_error(narrow: _Seen | None, wide: _Seen) -> float:
+    if narrow is None or narrow.gradient is None or wide.gradient is None:
+        return float("nan")
+    return _error(narrow.gradient, wide.gradient, wide.gradient)
 
 
 def _alone(seen: _Seen, context: Context) -> torch.Tensor:

@@ -24,9 +24,11 @@ class LayerDifference:
         casts: of that, what rounding its inputs and weights to the format does.
         rounding: of that, what rounding its result to the format does.
         accumulation: of that, what is left: sums and steps inside the layer.
-        backward: of the gradient that its output receives; NaN where it receives none.
         overflow: the share of its output that is finite in float32 and not in the other precision.
         underflow: the share that is zero there, and not in float32.
+        backward: of the gradient that its output receives, at the loss scale; NaN where it receives none.
+        vanished: the share of that gradient that is zero there, and not in float32.
+        unscaled: as `backward`, without a loss scale.
     """
 
     layer: str
@@ -36,12 +38,15 @@ class LayerDifference:
     casts: float
     rounding: float
     accumulation: float
-    backward: float
     overflow: float
     underflow: float
+    backward: float
+    vanished: float
+    unscaled: float
 
 
-_COLUMNS = ("total", "own", "casts", "rounding", "accumulation", "backward", "overflow", "underflow")
+_FORWARD = ("total", "own", "casts", "rounding", "accumulation", "overflow", "underflow")
+_COLUMNS = (*_FORWARD, "backward", "vanished", "unscaled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,23 @@ class Comparison:
     Attributes:
         precision: the other one's name.
         layers: in the order of the forward.
+        scale: the loss scale of the other precision's backward.
     """
 
     precision: str
     layers: tuple[LayerDifference, ...]
+    scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """What is compared, in words."""
+        scaled = f", its gradients at a loss scale of {self.scale:g}" if self.scale != 1.0 else ""
+        return f"float32 beside {self.precision}{scaled}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those that are shown: without a loss scale, two would say the same."""
+        return _COLUMNS if self.scale != 1.0 else _COLUMNS[:-1]
 
     @property
     def first_divergence(self) -> LayerDifference | None:
@@ -71,7 +89,12 @@ class Comparison:
         """Where the two come apart, forward and backward, in words."""
         first, back = self.first_divergence, self.first_backward_divergence
         forward = f"first to diverge: {first.layer}" if first else "no layer diverges"
-        return f"{forward}; gradients: {f'first to diverge at {back.layer}' if back else 'none diverges'}"
+        backward = f"first to diverge at {back.layer}" if back else "none diverges"
+        if self.scale == 1.0:
+            return f"{forward}; gradients: {backward}"
+        plain = next((d for d in reversed(self.layers) if d.unscaled > _DIVERGED), None)
+        without = f"they diverge first at {plain.layer}" if plain else "none does either"
+        return f"{forward}; gradients: {backward} at a loss scale of {self.scale:g}; without one, {without}"
 
     def ordered(self, by: str = "order") -> list[LayerDifference]:
         """The layers by a column, the largest first (by order: the first first).
@@ -91,10 +114,10 @@ class Comparison:
     def table(self, by: str = "order") -> str:
         """The comparison as text, one line a layer."""
         width = max((len(d.layer) for d in self.layers), default=5)
-        lines = [f"float32 beside {self.precision}: relative errors", f"{'layer':<{width}}"]
-        lines[-1] += "".join(f"{name:>13}" for name in _COLUMNS)
+        lines = [f"{self.title}: relative errors", f"{'layer':<{width}}"]
+        lines[-1] += "".join(f"{name:>13}" for name in self.columns)
         for d in self.ordered(by):
-            lines.append(f"{d.layer:<{width}}" + "".join(f"{_shown(getattr(d, name)):>13}" for name in _COLUMNS))
+            lines.append(f"{d.layer:<{width}}" + "".join(f"{_shown(getattr(d, name)):>13}" for name in self.columns))
         return "\n".join([*lines, self.verdict])
 
     def page(self) -> str:
@@ -128,15 +151,15 @@ td,th{padding:.2rem .6rem;border-bottom:1px solid #8884}tr.first{background:#cf2
 
 def _page(found: Comparison) -> str:
     first = found.first_divergence
-    heads = "".join(f"<th>{name}</th>" for name in ("layer", *_COLUMNS))
+    heads = "".join(f"<th>{name}</th>" for name in ("layer", *found.columns))
     rows = []
     for d in found.layers:
         cells = "".join(
             f'<td data-v="{_rank(v) if math.isfinite(_rank(v)) else 1e308:.9g}">{_shown(v)}</td>'
-            for v in (getattr(d, name) for name in _COLUMNS)
+            for v in (getattr(d, name) for name in found.columns)
         )
         rows.append(f'<tr class="{"first" if d is first else ""}"><td>{html.escape(d.layer)}</td>{cells}</tr>')
-    title = f"float32 beside {html.escape(found.precision)}"
+    title = html.escape(found.title)
     verdict = found.verdict[0].upper() + html.escape(found.verdict[1:])
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
