@@ -15,6 +15,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -27,11 +28,17 @@ __all__ = ["BLOCK", "EightBit", "fits", "is_eight_bit", "load_torchao", "zeros"]
 BLOCK = 256  # values of one scale: torchao's default
 _LEAST = 4096  # values of a weight: torchao's rule, after bitsandbytes
 _CODES = 256
-_HALF = 0.5
+_BITS = 16
+_UNIT = 1 << _BITS
+_tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def load_torchao() -> Any:
     """torchao's class of 8-bit state. Raises PolicyError where torchao is not installed."""
+    return _torchao().OptimState8bit
+
+
+def _torchao() -> Any:
     try:
         state = importlib.import_module("torchao.optim.subclass_8bit")
     except ImportError as error:
@@ -41,7 +48,7 @@ def load_torchao() -> Any:
         ) from error
     with unset_fake_temporarily():  # it makes its maps by reading tensors, once
         state.get_qmap_signed(), state.get_qmap_unsigned()
-    return state.OptimState8bit
+    return state
 
 
 def fits(weight: torch.Tensor) -> bool:
@@ -109,18 +116,50 @@ class EightBit:
 
         `values` holds other numbers afterwards. What is never negative does not become 0 unless it is 0: the square
         root of a second moment is divided by.
+
+        A search among the numbers for each value would take longer than all the rest of a step. So values are rounded
+        twice, to bfloat16 and from there by a table of what lies below each bfloat16 and how far. The mean stays right.
         """
         blocks = values.view(-1, BLOCK)
-        # The numbers need not reach -1; a largest value that does not fit would shrink in every step.
+        # The numbers need not reach -1; a largest value that does not fit would shrink in every step. It becomes one
+        # that both signs have, and that is kept as it is.
         reach = torch.minimum(self.numbers[-1], -self.numbers[0]) if self.signed else self.numbers[-1]
-        scale = blocks.abs().amax(1).div_(reach).clamp_min_(torch.finfo(torch.float32).tiny)
-        self.scale.copy_(scale)
-        blocks.div_(scale.unsqueeze(1))
-        above = torch.bucketize(values, self.numbers, out_int32=True).clamp_(1, _CODES - 1)
-        low, high = self.numbers[above - 1], self.numbers[above]
-        share = values.sub(low).div_(high.sub_(low))
-        chance = _HALF if noise is None else noise.bits(values.numel(), values.device) * 2.0**-16
-        codes = above.sub_((share <= chance).to(torch.int32))
-        if not self.signed:
-            codes.clamp_(min=1).masked_fill_(values <= 0.0, 0)
-        self.codes.copy_(codes)
+        largest = blocks.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny)
+        torch.div(largest, reach, out=self.scale)
+        blocks.div_(largest.unsqueeze(1))
+        places = values.view(torch.int32)
+        if noise is None:
+            places.add_(_UNIT // 2)
+        else:
+            noise.add_to(places)
+        places.bitwise_right_shift_(_BITS).bitwise_and_(_UNIT - 1)
+        found = torch.index_select(_table(self.numbers, self.signed), 0, places)
+        if noise is None:
+            found.add_(_UNIT // 2)
+        else:
+            noise.add_to(found)
+        self.codes.copy_(found.bitwise_right_shift_(_BITS))
+
+
+def _table(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
+    """For the bits of each bfloat16, the code of the number at or below it, and in 2**-16 its share of the way to the
+    next: one int32 for both, so that adding a random 16-bit number and cutting off 16 bits gives a code. 1 stands for
+    the largest number that there is with either sign.
+    """
+    key = numbers.device, signed
+    found = _tables.get(key)
+    if found is None:
+        own = _torchao()
+        known = np.array(own.get_qmap_signed() if signed else own.get_qmap_unsigned(), np.float64)
+        known /= -known[0] if signed else known[-1]
+        with np.errstate(invalid="ignore"):  # some are NaN
+            values = (np.arange(_UNIT, dtype=np.uint32) << _BITS).view(np.float32).astype(np.float64)
+        below = np.clip(np.searchsorted(known, values, side="right") - 1, 0, _CODES - 2)
+        share = np.nan_to_num((values - known[below]) / np.diff(known)[below], nan=1.0)
+        if not signed:
+            small = (values > 0.0) & (values < known[1])
+            below[small], share[small] = 1, 0.0
+        whole = below * _UNIT + np.rint(np.clip(share, 0.0, 1.0) * _UNIT).astype(np.int64)
+        with unset_fake_temporarily():
+            found = _tables[key] = torch.from_numpy(whole.astype(np.int32)).to(numbers.device)
+    return found

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ._casts import CastCache
 from ._eight_bit import BLOCK, EightBit, fits, is_eight_bit, zeros
-from ._noise import round_stochastic, upper_half
+from ._noise import round_into
 from ._refresh import refreshed, to_refresh
 from ._remainders import KEPT_BESIDE, narrow, widen
 from ._steppable import has_step_hooks, is_dense_and_real
@@ -278,20 +278,24 @@ class FusedStep:
     def _write(self, parts: Sequence[_Weight], wide: torch.Tensor | None, weights: list[torch.Tensor]) -> None:
         """Round stepped weights to where they are kept, and write the casts that the next forward reads."""
         if self.wide.mode == "stochastic" and wide is not None:
-            self._write_low(wide, [w.low for w in parts if w.low is not None])
+            self._write_low(wide, [w.low for w in parts if w.low is not None], weights=True)
         for w, stepped in zip(parts, weights, strict=True):
             if w.low is not None and self.wide.mode != "stochastic":
                 narrow(self.wide.mode, stepped, w.low, w.rest, room=self._spare(stepped))
             for cast in w.casts:
                 cast.copy_(stepped if w.low is None else w.low)
 
-    def _write_low(self, memory: torch.Tensor, targets: list[torch.Tensor], exact: bool = False) -> None:
-        """Round working memory into the 16-bit tensors that it stands for; to nearest if `exact`, else at random."""
+    def _write_low(
+        self, memory: torch.Tensor, targets: list[torch.Tensor], exact: bool = False, weights: bool = False
+    ) -> None:
+        """Round working memory into the 16-bit tensors that it stands for; to nearest if `exact`, else at random.
+
+        It holds other numbers afterwards. NaN is looked for in weights alone: where state is NaN, they are too.
+        """
+        if not exact:
+            round_into(targets, memory, self.wide.noise, keep_nan=weights)
+            return
         parts = torch.split(memory, [t.numel() for t in targets])
-        if not exact and all(t.dtype is torch.bfloat16 for t in targets):
-            parts = torch.split(upper_half(memory, self.wide.noise), [t.numel() for t in targets])
-        elif not exact:
-            parts = tuple(round_stochastic(p, t.dtype, self.wide.noise) for t, p in zip(targets, parts, strict=True))
         torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
     def _read(self, name: str, parts: Sequence[_Weight]) -> tuple[torch.Tensor, list[torch.Tensor]]:

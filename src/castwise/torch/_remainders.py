@@ -12,7 +12,6 @@ from ._noise import Noise, round_stochastic
 
 #: The dtype of what is kept beside a bfloat16 (float16) weight; modes that are not listed keep nothing of its shape.
 KEPT_BESIDE = {"split": torch.int16, "kahan": None}
-_HIGHEST_INT16 = (1 << 15) - 1
 
 
 def empty_rest(mode: str, p: torch.Tensor) -> torch.Tensor | None:
@@ -50,20 +49,32 @@ def narrow(
 ) -> None:
     """Round float32 values into 16-bit weights, and what that loses into what is kept beside them.
 
-    `wide` holds other numbers afterwards, but in the modes "master" and "stochastic". `room` is as for `widen`.
+    `wide` holds other numbers afterwards, but in the modes "master" and "stochastic". `room` is as for `widen`; "split"
+    needs none.
     """
     if mode == "stochastic":
         low.copy_(round_stochastic(wide, low.dtype, noise))
+        return
+    if mode == "split":
+        assert rest is not None
+        _split(wide, low, rest)
         return
     low.copy_(wide)
     if mode not in KEPT_BESIDE:
         return
     assert rest is not None
     room = (torch.empty_like(wide) if room is None else room).copy_(low)
-    if mode == "split":
-        # Rounding to nearest moves a value by at most half of 2**16 units; exactly half, upwards, does not fit an
-        # int16.
-        bits = wide.view(torch.int32).sub_(room.view(torch.int32))
-        rest.copy_(bits.clamp_(max=_HIGHEST_INT16))
-    else:
-        rest.copy_(wide.sub_(room))
+    rest.copy_(wide.sub_(room))
+
+
+def _split(wide: torch.Tensor, low: torch.Tensor, rest: torch.Tensor) -> None:
+    """Write the two halves of float32 values; `wide` holds other numbers afterwards.
+
+    The lower half, read as a signed number, is what the value is above or below the nearest bfloat16: by half a step
+    at most, and what lies in the middle has to go up to fit, as it does with one bit more. No subtraction is needed.
+    An infinite weight becomes NaN.
+    """
+    bits = wide.view(torch.int32)
+    rest.copy_(bits)  # cuts off the upper half
+    bits.bitwise_or_(1)
+    low.copy_(wide)
