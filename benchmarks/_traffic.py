@@ -24,7 +24,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]
         if func.is_view:
             return out
         name = func._schema.name.partition("::")[2]
-        seen = []
+        seen: list[int] = []
+        read: set[tuple[int, int, int]] = set()
         given = dict(kwargs or {})
         for position, argument in enumerate(func._schema.arguments):
             value = args[position] if position < len(args) else given.get(argument.name)
@@ -32,8 +33,11 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]
             times = 1 if not written or argument.is_out or name in _WRITES_ALONE else 2
             for x in tree_leaves(value):
                 if isinstance(x, torch.Tensor):
-                    seen.append(x.untyped_storage()._cdata)
-                    self._note(x, times)
+                    part = (x.untyped_storage()._cdata, x.storage_offset(), x.numel())
+                    seen.append(part[0])
+                    if part not in read or times > 1:  # what is given twice is read once
+                        self._note(x, times)
+                    read.add(part)
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in seen:
                 self._note(x, 1)

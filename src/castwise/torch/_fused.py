@@ -210,7 +210,8 @@ class FusedStep:
         if not update.elementwise:
             yield from ([w] for w in weights)
         elif not self._needs_room(weights, update, divisor):
-            yield weights
+            # Casts are written from the cache; what has none need not be cut.
+            yield from (_cut(weights, _limit(weights[0].weight.device)) if any(w.casts for w in weights) else [weights])
         else:
             limit = _limit(weights[0].weight.device)
             if weights[0].state_dtype is torch.uint8:  # whole blocks, and less, as rounding takes more working memory

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch.optim import Optimizer
 
+_LONG = 1 << 14  # values; below, one call for all tensors takes less than one for each
+
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     """The parameters of optimizers, each once, in order."""
@@ -92,11 +94,21 @@ def norms(
     with torch.no_grad():
         for (_, dtype), group in places.items():
             kept = torch.promote_types(wide, dtype)
-            for place, size in zip(
-                group, torch._foreach_norm([together[p] for p in group], 2, dtype=kept), strict=True
-            ):
-                found[place] = size.to(together[0].device)
+            dots = [place for place in group if kept is torch.float32 and _is_long(together[place])]
+            for place in dots:
+                flat = together[place].view(-1)
+                found[place] = torch.dot(flat, flat).sqrt_().to(together[0].device)
+            rest = [place for place in group if place not in dots] if dots else group
+            if rest:
+                sizes = torch._foreach_norm([together[p] for p in rest], 2, dtype=kept)
+                for place, size in zip(rest, sizes, strict=True):
+                    found[place] = size.to(together[0].device)
         return torch.stack(found)
+
+
+def _is_long(x: torch.Tensor) -> bool:
+    """Whether a product with itself is the better norm: on CPUs it takes half the time, and is more exact."""
+    return x.device.type == "cpu" and x.dtype is torch.float32 and x.numel() >= _LONG and x.is_contiguous()
 
 
 def total(sizes: list[float]) -> float:
