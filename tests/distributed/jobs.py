@@ -103,8 +103,8 @@ def policy_of(fmt: str, communication: str | None = None) -> Policy:
     return Policy(format=fmt, layers=() if fmt == "float32" else RULES, communication=communication)
 
 
-def amp_of(model: nn.Module, policy: Policy, **options: Any) -> Amp:
-    return Amp(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy, **options)
+def amp_of(model: nn.Module, policy: Policy, optimizer: str = "AdamW", **options: Any) -> Amp:
+    return Amp(model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2), policy, **options)
 
 
 def steps(amp: Amp, model: nn.Module, data: list[torch.Tensor], rank: int, ranks: int, micro: int = 1) -> list[Any]:

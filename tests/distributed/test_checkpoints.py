@@ -54,6 +54,13 @@ def test_what_is_kept_beside_16_bit_weights_is_sharded_too(ranks: Any, tmp_path:
         assert ranks(2, "resumed", "fsdp", str(tmp_path), kind, options) == expected
 
 
+def test_what_adafactor_knows_of_rows_and_columns_goes_on_too(ranks: Any, tmp_path: Path) -> None:
+    options = {"optimizer": "Adafactor"}
+    expected = ranks(2, "saved", "fsdp", str(tmp_path), options)
+    for kind in ("shards", "whole"):
+        assert ranks(2, "resumed", "fsdp", str(tmp_path), kind, options) == expected
+
+
 def test_an_empty_folder_changes_nothing(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, "nothing_to_resume", str(tmp_path)) == [(None, True)] * 2
 

@@ -71,6 +71,12 @@ def test_sharding_changes_no_bit_of_what_the_policy_computes(ranks: Any) -> None
     assert sharded[0][0] == whole[0][0] and furthest(sharded, whole) < 1e-6
 
 
+@pytest.mark.parametrize(("engine", "size"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("grid", 4)])
+def test_adafactor_steps_shards_as_one_process_steps_the_whole(ranks: Any, alone: Any, engine: str, size: int) -> None:
+    found = ranks(size, "curve", engine, policy("float32"), optimizer="Adafactor")
+    assert furthest(found[0], alone("float32", optimizer="Adafactor")) < 5e-6
+
+
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_micro_batches_add_up_before_they_are_sent(ranks: Any, alone: Any, engine: str) -> None:
     found = ranks(2, "curve", engine, policy("float32"), accumulate=2)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from castwise.errors import PolicyError
 
+from ._adafactor_shards import has_shards, step_shards
 from ._casts import CastCache
 from ._eight_bit import load_torchao
 from ._fused import FusedStep
@@ -71,7 +72,7 @@ class Stepper:
         else:
             if divisor != 1.0:
                 multiply(values, 1.0 / divisor)
-            self.optimizer.step()
+            step_shards(self.optimizer) if has_shards(self.optimizer) else self.optimizer.step()
             self._written()
         self.wide.after_step()
 
