@@ -1,6 +1,6 @@
 """What interception costs in eager PyTorch: per op and per training step, against torch.amp and hand-written casts.
 
-    python benchmarks/eager.py [--full] [--seconds 10]
+    python benchmarks/eager.py [--full] [--seconds 10] [--only LSTM]
 
 Where the CPU has no bfloat16 arithmetic, torch.amp's own kernels are scalar code, so shapes are small unless `--full`
 asks for the usual ones, and a second table has Castwise run those same kernels instead of emulating, so that it shows
@@ -113,20 +113,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the usual shapes, also without bfloat16 arithmetic")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each task (at least 3 rounds are run)")
+    parser.add_argument("--only", default="", help="tasks whose name has this in it, and no table of ops")
     options = parser.parse_args()
     torch.set_num_threads(1)
     native = detect("cpu").native(BF16)
     print(f"bfloat16 on this CPU: {'native' if native else 'not native; Castwise emulates it, torch.amp does not'}\n")
+    chosen = [task for task in tasks(native or options.full) if options.only in task.name]
     if not options.full:
         same_kernels(True)
-        print(per_op(), "\n")
+        if not options.only:
+            print(per_op(), "\n")
         if not native:
             print("The same 16-bit kernels on both sides, small models and longer steps:\n")
             with torch.backends.mkldnn.flags(enabled=False):  # its LSTM needs instructions that not every CPU has
-                print(per_step([*tasks(False), *longer_tasks()], options.seconds), "\n")
+                both = [task for task in (*tasks(False), *longer_tasks()) if options.only in task.name]
+                print(per_step(both, options.seconds), "\n")
             print("As Castwise runs here:\n")
         same_kernels(False)
-    print(per_step(tasks(native or options.full), options.seconds))
+    print(per_step(chosen, options.seconds))
 
 
 if __name__ == "__main__":
