@@ -3,11 +3,12 @@
     python benchmarks/keras_policy.py                    every backend that is installed, each in its own process
     KERAS_BACKEND=jax python benchmarks/keras_policy.py --here
 
-Four versions of each model have the same weights and see the same batch: float32, Keras' mixed_bfloat16, Castwise's
-``auto`` (what it takes for this machine) and Castwise's bfloat16. Their steps are timed in turn, and the least time of
-each counts, so that a busy machine slows all of them alike. The error is that of ``predict``, relative to float32's
-results. The last column says whether ``auto`` keeps its promise: no slower than float32 and than Keras' own policy,
-within the spread of the clock, at an error no larger.
+The versions of each model have the same weights and see the same batch: float32, float32 once more, Keras'
+mixed_bfloat16, Castwise's ``auto`` (what it takes for this machine) and Castwise's bfloat16. They are timed in turn, in
+a random order each round. Times are medians; a ratio is the median over rounds of what two versions took in the same
+round, so that a machine that is slower for a while slows both. The error is that of ``predict``, relative to float32's
+results. ``auto`` holds where it is no slower than float32 and than Keras' own policy, within what float32 differs from
+itself, at an error no larger than that of Keras' policy.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import random
+import statistics
 import subprocess
 import sys
 import time
 
 BACKENDS = ("torch", "jax", "tensorflow")
-# Two runs of one and the same program differ by this much here; measured on float32 against itself and printed.
-ROUNDS = 12
+ROUNDS = 60
+SECONDS = 2.0  # for each version: one that is very slow is timed in fewer rounds
+LEAST_SPREAD = 0.02  # of a median ratio; more where float32 differs more from itself
 
 
 def main() -> None:
@@ -73,15 +77,16 @@ def run(names: list[str], rounds: int) -> None:
         return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x))), (16, 64, 128)
 
     builders = {"dense": dense, "conv": conv, "transformer": transformer}
-    print(f"\nKeras {keras.__version__} on {keras.backend.backend()}: ms of a training step (x of float32), error")
+    print(f"\nKeras {keras.__version__} on {keras.backend.backend()}, ms of a training step")
+    print(f"{'model':<12} {'version':<22} {'ms':>9} {'x float32':>10} {'x Keras':>8} {'error':>9}")
     for name in names:
         versions, shape, weights = {}, (), None
-        for version in ("float32", "float32 again", "keras mixed_bfloat16", "castwise auto", "castwise bfloat16"):
-            if version.startswith("keras"):
+        for version in VERSIONS:
+            if version.startswith("Keras"):
                 keras.config.set_dtype_policy("mixed_bfloat16")
             model, shape = builders[name]()
             keras.config.set_dtype_policy("float32")
-            if version.startswith("castwise"):
+            if version.startswith("Castwise"):
                 ck.apply(model, version.split()[1])
             weights = weights or model.get_weights()
             model.set_weights(weights)
@@ -95,20 +100,44 @@ def run(names: list[str], rounds: int) -> None:
             got = np.asarray(keras.ops.convert_to_numpy(model.predict_on_batch(x)), "float32")
             errors[version] = float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
             model.train_on_batch(x, y)
-        times = {version: [] for version in versions}
-        for _ in range(rounds):
-            for version, model in versions.items():
-                start = time.perf_counter()
-                model.train_on_batch(x, y)
-                times[version].append(1e3 * (time.perf_counter() - start))
-        best = {version: min(values) for version, values in times.items()}
-        base = best["float32"]
-        cells = [f"{v} {best[v]:.2f} ({best[v] / base:.2f}x, {errors[v]:.1e})" for v in versions]
-        spread = max(abs(best["float32 again"] / base - 1.0), 0.03)
-        auto, own = best["castwise auto"], best["keras mixed_bfloat16"]
-        kept = auto <= base * (1 + spread) and auto <= own * (1 + spread)
-        kept = kept and errors["castwise auto"] <= errors["keras mixed_bfloat16"]
-        print(f"  {name:<12} {'; '.join(cells)}; auto {'holds' if kept else 'DOES NOT HOLD'}", flush=True)
+        show(name, timed(versions, lambda model, x=x, y=y: model.train_on_batch(x, y), rounds), errors)
+        taken = sorted({layer.dtype_policy.name for layer in versions["Castwise auto"].layers})
+        print(f"{name:<12} auto took {', '.join(taken)}", flush=True)
+
+
+VERSIONS = ("float32", "float32 again", "Keras mixed_bfloat16", "Castwise auto", "Castwise bfloat16")
+
+
+def timed(versions, step, rounds):
+    """Version -> seconds of each round in which it ran."""
+    times = {version: {} for version in versions}
+    names, order = list(versions), random.Random(0)
+    for number in range(rounds):
+        order.shuffle(names)  # a step leaves caches and clocks to the one after it: no version always follows another
+        for version in names:
+            if sum(times[version].values()) > SECONDS:
+                continue
+            start = time.perf_counter()
+            step(versions[version])
+            times[version][number] = time.perf_counter() - start
+    return times
+
+
+def show(name, times, errors):
+    """Print one model's rows, and whether ``auto`` holds."""
+
+    def ratio(version, other):
+        both = times[version].keys() & times[other].keys()
+        return statistics.median(times[version][number] / times[other][number] for number in both)
+
+    for version in VERSIONS:
+        middle = 1e3 * statistics.median(times[version].values())
+        to_float32, to_keras = ratio(version, "float32"), ratio(version, "Keras mixed_bfloat16")
+        print(f"{name:<12} {version:<22} {middle:9.2f} {to_float32:10.2f} {to_keras:8.2f} {errors[version]:9.1e}")
+    bound = 1.0 + max(abs(ratio("float32 again", "float32") - 1.0), LEAST_SPREAD)
+    fast = ratio("Castwise auto", "float32") <= bound and ratio("Castwise auto", "Keras mixed_bfloat16") <= bound
+    right = errors["Castwise auto"] <= errors["Keras mixed_bfloat16"]
+    print(f"{name:<12} auto {'holds' if fast and right else 'DOES NOT HOLD'} (within {bound:.2f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from castwise.formats import BF16, FP16, NumberFormat
 from ._internals import keras
 from ._state import active
 
-__all__ = ["RegionPolicy", "keras_name"]
+__all__ = ["KerasNamed", "RegionPolicy", "keras_name"]
 
 _WIDE = "float32"
 
@@ -30,10 +30,25 @@ def keras_name(fmt: NumberFormat) -> str:
 
 
 class _SavedAsKerasPolicy:
+    """What is written to files, copied and pickled is a policy of Keras' own."""
+
     __class__ = property(lambda self: keras.DTypePolicy)
 
 
-class RegionPolicy(_SavedAsKerasPolicy, keras.DTypePolicy):  # type: ignore[misc]
+class KerasNamed(_SavedAsKerasPolicy, keras.DTypePolicy):  # type: ignore[misc]
+    """A dtype policy of Castwise's that to Keras, and in files, is the one of this name."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return keras.DTypePolicy, (self.name,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, keras.DTypePolicy) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class RegionPolicy(KerasNamed):
     """A Keras dtype policy that steps aside inside a region.
 
     Args:
@@ -56,15 +71,6 @@ class RegionPolicy(_SavedAsKerasPolicy, keras.DTypePolicy):  # type: ignore[misc
             return super().convert_input(x, autocast, dtype)
         kept = getattr(x, "dtype", None) is not None and keras.backend.standardize_dtype(x.dtype) in _KEPT
         return super().convert_input(x, autocast and not kept, dtype)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return keras.DTypePolicy, (self.name,)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, keras.DTypePolicy) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
 
 # What flows between the layers of a region. Anything wider (an array of NumPy's float64) is Keras' to narrow.

@@ -18,6 +18,7 @@ from castwise.watch.advice import advice_for
 from ._examine import examine
 from ._internals import keras
 from ._optimizer import forget_compiled
+from ._paths import escaped
 
 __all__ = ["Guard"]
 
@@ -88,7 +89,7 @@ class Guard:
                 self._say(step, "give_back", f"layer {one.layer!r} computes in its own format again")
 
     def _policy(self) -> Any:
-        rules = tuple(LayerRule(_escaped(one.layer), format="float32") for one in self.state.raised)
+        rules = tuple(LayerRule(escaped(one.layer) or "**", format="float32") for one in self.state.raised)
         return replace(self._base, layers=(*self._base.layers, *rules))
 
     def _apply(self) -> None:
@@ -103,7 +104,3 @@ class Guard:
         event = Event(step, name, message, data or {})
         log.log(logging.WARNING if event.alarm or name == "raise" else logging.INFO, "step %d: %s", step, message)
         self.tell(event)
-
-
-def _escaped(path: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in path) or "**"

@@ -32,6 +32,7 @@ __all__ = [
     "replace_variable",
     "set_dtype_policy",
     "set_keras_mask",
+    "strategy_scope",
     "unlocked",
 ]
 
@@ -63,6 +64,13 @@ def replace_variable(variable: Any, dtype: str) -> None:
 def set_dtype_policy(layer: Any, policy: Any) -> None:
     """Give one layer a dtype policy of its own, also one that shares a ``DTypePolicyMap`` with others."""
     layer._dtype_policy = policy
+
+
+def strategy_scope(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Where variables are made as the model's were: on all devices of its ``tf.distribute`` strategy, if it has one."""
+    strategy = getattr(model, "distribute_strategy", None)
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if strategy is None else strategy.scope()
+    return scope
 
 
 @contextlib.contextmanager

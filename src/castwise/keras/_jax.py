@@ -13,32 +13,29 @@ from castwise.formats import parse_format
 from castwise.jax import autocast, report
 from castwise.jax._layers import ABSOLUTE
 
-from ._stateless import Call
+from ._stateless import TracedBackend
 from .record import OpRecord
 
 __all__ = ["Backend"]
 
 
-class Backend:
+class Backend(TracedBackend):
     """Runs the calls of one prepared model."""
 
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        self._calls: dict[Any, Any] = {}
+    def program(self, pure: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, rewritten."""
+        found = autocast(pure, self.root.policy)
+        # `apply` has matched the rules with the model's layers; a call may run few of them.
+        found._castwise_region._check = _unchecked  # type: ignore[attr-defined]
+        log, paths = self.root.log, self.root.paths
+        if log is None:
+            return found
 
-    def run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The model's call, rewritten. Results have the dtypes that the model was written with."""
-        call = Call(self.root, original, args, kwargs)
-        found = self._calls.get(call.key) if call.key is not None else None
-        if found is None:
-            found = autocast(call.pure, self.root.policy)
-            # `apply` has matched the rules with the model's layers; a call may run few of them.
-            found._castwise_region._check = _unchecked  # type: ignore[attr-defined]
-            if call.key is not None:
-                self._calls[call.key] = found
-        if self.root.log is not None:
-            self.root.log += [_record(op, self.root.paths) for op in report(found, *call.arrays).ops]
-        return call.finish(found(*call.arrays))
+        def noted(*arrays: Any) -> Any:
+            log.extend(_record(op, paths) for op in report(found, *arrays).ops)
+            return found(*arrays)
+
+        return noted
 
     def layer(self, path: str) -> AbstractContextManager[None]:
         """The call of one layer: JAX remembers its path with each operation, in place of Keras' own scopes."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from castwise.scaling import ScaleState, ScalingConfig, initial_state
 
-from ._internals import keras, unlocked
+from ._internals import keras, strategy_scope, unlocked
 from .scaling import LossScaleOptimizer
 
-__all__ = ["follow", "forget_compiled", "release", "unwrap", "wrap_with"]
+__all__ = ["follow", "forget_compiled", "release", "settle", "unwrap", "wrap_with"]
 
 log = logging.getLogger("castwise.keras")
 
@@ -24,30 +25,45 @@ def follow(model: Any, root: Any) -> None:
 
     ``compile(auto_scale_loss=False)`` is obeyed, and said.
     """
-    scaled = root.policy.uses_scaling
     compile_, fit = model.compile, model.fit
 
     @functools.wraps(compile_)
     def compile_and_wrap(*args: Any, **kwargs: Any) -> Any:
         result = compile_(*args, **kwargs)
-        if scaled and kwargs.get("auto_scale_loss", True):
-            wrap(model, root.policy)
-        elif scaled:
-            log.warning("%s: the policy scales the loss, and auto_scale_loss=False keeps it from that.", model.name)
-        elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-            unwrap(model)
+        settle(model, root.policy, kwargs)
         return result
 
     @functools.wraps(fit)
     def fit_and_check(*args: Any, **kwargs: Any) -> Any:
         from .callbacks import with_check
 
+        args, kwargs = _by_name(fit, args, kwargs)
         return fit(*args, **with_check(model, args, kwargs))
 
     _set(model, "compile", compile_and_wrap)
     _set(model, "fit", fit_and_check)
     if getattr(model, "optimizer", None) is not None:
-        wrap(model, root.policy) if scaled else unwrap(model)
+        wrap(model, root.policy) if root.policy.uses_scaling else unwrap(model)
+
+
+def _by_name(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments, each under its name; as they are where the function leaves names open, or will refuse them."""
+    parameters = list(inspect.signature(function).parameters.values())[: len(args)]
+    named = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+    plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if not plain or len(parameters) < len(args) or named.keys() & kwargs.keys():
+        return args, kwargs
+    return (), {**named, **kwargs}
+
+
+def settle(model: Any, policy: Any, arguments: Mapping[str, Any]) -> None:
+    """After a compilation: wrap the optimizer, or not, as the policy and the arguments of ``compile`` say."""
+    if policy.uses_scaling and arguments.get("auto_scale_loss", True):
+        wrap(model, policy)
+    elif policy.uses_scaling:
+        log.warning("%s: the policy scales the loss, and auto_scale_loss=False keeps it from that.", model.name)
+    elif isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        unwrap(model)
 
 
 def wrap(model: Any, policy: Any) -> None:
@@ -62,11 +78,12 @@ def wrap_with(model: Any, config: ScalingConfig) -> None:
         return
     state = _state_of(optimizer, config)
     inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    wrapped = LossScaleOptimizer(inner, config)
-    if inner.built:
-        wrapped.build(model.trainable_variables)
-        if state is not None:
-            wrapped.restore(state)
+    with strategy_scope(model):
+        wrapped = LossScaleOptimizer(inner, config)
+        if inner.built:
+            wrapped.build(model.trainable_variables)
+            if state is not None:
+                wrapped.restore(state)
     _replace(model, wrapped)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ._internals import children
 
-__all__ = ["layer_paths"]
+__all__ = ["escaped", "layer_paths"]
 
 
 def layer_paths(model: Any) -> dict[str, Any]:
@@ -25,6 +25,11 @@ def layer_paths(model: Any) -> dict[str, Any]:
     for path, layer in _below(model, "", seen):
         found[path] = layer
     return found
+
+
+def escaped(path: str) -> str:
+    """A path as the glob that matches it alone."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in path)
 
 
 def _below(parent: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -59,18 +64,22 @@ def _automatic(layer: Any) -> bool:
 
 def _attributes(parent: Any) -> dict[int, str]:
     """Which attribute of its parent each layer is; lists and dicts of layers count with their places and keys."""
-    found: dict[int, str] = {}
-    held = {**vars(parent), **vars(parent).get("_modules", {})}
+    held = {
+        name.strip("_"): value
+        for name, value in {**vars(parent), **vars(parent).get("_modules", {})}.items()
+        if name not in _BOOKS and not name.startswith(_TENSORFLOWS)
+    }
+    found = {id(value): name for name, value in reversed(held.items()) if not isinstance(value, list | tuple | dict)}
     for name, value in held.items():
-        if name in ("_layers", "_modules", "_functional"):
-            continue
-        name = name.strip("_")
         if isinstance(value, list | tuple):
             for position, item in enumerate(value):
                 found.setdefault(id(item), f"{name}.{position}")
         elif isinstance(value, dict):
             for key, item in value.items():
                 found.setdefault(id(item), f"{name}.{key}")
-        else:
-            found.setdefault(id(value), name)
     return found
+
+
+# Where Keras, torch and TensorFlow keep every layer once more.
+_BOOKS = frozenset({"_layers", "_modules", "_functional"})
+_TENSORFLOWS = "_self_"

@@ -6,14 +6,16 @@ scope; outside, what came back is put where a call would have put it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from ._internals import get_keras_mask, get_stateless_scope, in_stateless_scope, keras, own_losses, set_keras_mask
 
-__all__ = ["Call"]
+__all__ = ["Call", "TracedBackend"]
 
 
 class Call:
@@ -103,6 +105,31 @@ class Call:
         if scope.collect_losses:
             scope.add_loss(loss)
             layer._loss_ids.add(id(loss))
+
+
+class TracedBackend(ABC):
+    """Runs the calls of one prepared model as programs that are traced once for each kind of call."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The model's call. Results have the dtypes that the model was written with."""
+        call = Call(self.root, original, args, kwargs)
+        kept = self._programs if call.key is not None and self.root.log is None else {}
+        program = kept.get(call.key)
+        if program is None:
+            program = kept[call.key] = self.program(call.pure)
+        return call.finish(program(*call.arrays))
+
+    @abstractmethod
+    def program(self, pure: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with each of its operations in the format that the policy decides; noted in the root's log."""
+
+    @abstractmethod
+    def layer(self, path: str) -> AbstractContextManager[None]:
+        """Around the call of one layer: what is traced in it is this layer's."""
 
 
 class _Tensor:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import kernels, tensor_util
@@ -197,7 +198,8 @@ def _fits(tensor: Any, dtype: Any) -> bool:
     if value is None or value.size != 1:
         return False
     number = abs(float(value.reshape(())))
-    return not math.isfinite(number) or number == 0.0 or dtype.as_numpy_dtype(number) not in (0.0, math.inf)
+    with np.errstate(over="ignore", under="ignore"):
+        return not math.isfinite(number) or number == 0.0 or dtype.as_numpy_dtype(number) not in (0.0, math.inf)
 
 
 # ---- what TensorFlow says of an op ----

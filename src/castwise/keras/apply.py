@@ -20,7 +20,7 @@ from ._dtypes import RegionPolicy, keras_name
 from ._internals import backend_name, keras, replace_variable, set_dtype_policy
 from ._measure import faster_than_float32, risky_layers
 from ._outputs import output_layers
-from ._paths import layer_paths
+from ._paths import escaped, layer_paths
 from ._region import Root, root_of, uninstall
 from .record import record
 
@@ -67,11 +67,12 @@ def apply(model: Any, policy: Policy | str | Any = "auto", example_inputs: Any =
     paths = layer_paths(model)
     _check(paths)
     _float32_weights(model)
-    if all(layer.built for layer in paths.values()):
+    built = all(layer.built for layer in paths.values())
+    if built:
         resolved = _known_rules(resolved, paths)
     if not _narrows(resolved):
         return _as_keras_runs_it(model, paths)
-    outputs = output_layers(model, paths, example_inputs)
+    outputs = output_layers(model, paths, example_inputs) if built else []
     prepared = _with_output_rules(resolved, outputs)
     root = _install(model, asked, prepared, paths)
     if example_inputs is not None:
@@ -80,7 +81,7 @@ def apply(model: Any, policy: Policy | str | Any = "auto", example_inputs: Any =
             _release(model)
             log.info("%s: %s is no faster than float32 here: it stays float32.", model.name, resolved.format)
             return _as_keras_runs_it(model, paths)
-    if all(layer.built for layer in paths.values()):
+    if built:
         _name_policies(root, example_inputs)
     else:
         root.complete = lambda: _complete(root, resolved)
@@ -139,12 +140,8 @@ def _known_rules(policy: Policy, paths: dict[str, Any]) -> Policy:
 
 def _with_output_rules(policy: Policy, outputs: Sequence[str]) -> Policy:
     """The policy with the layers that give the outputs in float32, unless a rule of the user's says otherwise."""
-    rules = tuple(LayerRule(_escaped(path), format="float32") for path in outputs if path)
+    rules = tuple(LayerRule(escaped(path), format="float32") for path in outputs if path)
     return replace(policy, layers=(*rules, *policy.layers))
-
-
-def _escaped(path: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in path)
 
 
 def _install(model: Any, asked: Policy, policy: Policy, paths: dict[str, Any]) -> Root:
@@ -158,7 +155,7 @@ def _install(model: Any, asked: Policy, policy: Policy, paths: dict[str, Any]) -
 def _measured(root: Root, example_inputs: Any) -> Root:
     risky = risky_layers(root, example_inputs)
     if risky:
-        rules = tuple(LayerRule(_escaped(path), format="float32") for path in risky)
+        rules = tuple(LayerRule(escaped(path), format="float32") for path in risky)
         root.changed(replace(root.policy, layers=(*rules, *root.policy.layers)))
         for path, why in risky.items():
             log.info("%s: layer %r stays float32: %s", root.model.name, path, why)

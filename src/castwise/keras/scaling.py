@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,8 @@ class LossScaleOptimizer(_SavedAsKerasOptimizer, keras.optimizers.LossScaleOptim
             variable.assign(store[str(position)])
 
     def save_assets(self, path: str) -> None:
-        """Leave the knobs in the file, for ``castwise.keras.load_model``: Keras' config has no place for them."""
-        write_text(Path(path) / ASSET, json.dumps({"config": asdict(self.config), "state": self.state.to_dict()}))
+        """Leave the state in the file, for ``castwise.keras.load_model``: the variables alone depend on the knobs."""
+        write_text(Path(path) / ASSET, json.dumps(self.state.to_dict()))
 
     # ---- the state ----
 
