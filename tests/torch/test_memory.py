@@ -78,16 +78,55 @@ def measured(work: Workload, policy: str, batch: int, seq: int | None, weights: 
     return peak
 
 
+CONVNET = Workload(
+    lambda: nn.Sequential(
+        *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(
+            nn.Conv2d(16, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 256, 10),
+        ),
+    ),
+    lambda b, _s: (torch.randn(b, 3, 16, 16), torch.randint(0, 10, (b,))),
+    cross_entropy,
+    adamw,
+)
+CLONED = Workload(
+    lambda: nn.Sequential(
+        nn.Embedding(64, 64),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 256, batch_first=True, dropout=0.0), 2),
+        nn.Linear(64, 64),
+    ),
+    TEXT.batch,
+    cross_entropy,
+    adamw,
+)
+
+
 @pytest.mark.parametrize(
     ("work", "policy", "weights"),
     [
         (TEXT, "float32", "auto"),
+        (CLONED, "float32", "auto"),
+        (CONVNET, "float32", "auto"),
+        (CONVNET, "bfloat16", "auto"),
         (TEXT, "bfloat16", "auto"),
         (TEXT, "bfloat16", "split"),
         (MLP, "bfloat16", "auto"),
         (MLP, "bfloat16", "master"),
     ],
-    ids=["gpt fp32", "gpt bf16", "gpt split", "mlp bf16", "mlp master"],
+    ids=[
+        "gpt fp32",
+        "cloned layers",
+        "convnet fp32",
+        "convnet bf16",
+        "gpt bf16",
+        "gpt split",
+        "mlp bf16",
+        "mlp master",
+    ],
 )
 def test_the_predicted_peak_is_the_measured_one(work: Workload, policy: str, weights: str) -> None:
     predicted = predict(work, policy, batch=8, seq=32, weights=weights)

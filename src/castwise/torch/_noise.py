@@ -80,7 +80,7 @@ class Noise:
         if found is None:
             numbers = np.random.Generator(np.random.Philox(_SEED)).permutation(_PLACES).astype(np.int32)
             # From any of its places on: rows that begin up to one table further, and each as long as one.
-            found = self._tables[device] = torch.from_numpy(np.tile(numbers, 3)).to(device)
+            found = self._tables[device] = torch.tensor(np.tile(numbers, 3), device=device)
         return found, _ROWS.get(device.type, _DEVICE_ROWS)
 
 

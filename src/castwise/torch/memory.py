@@ -2,8 +2,9 @@
 
 Fake tensors have shapes, dtypes and lifetimes, and no values. A step run on them makes and drops the same storages as a
 real one, whatever the model does, so that the peak is counted, not estimated: parameters, gradients, optimizer state,
-casts of weights, what autograd saves, and what ops need while they run. Not counted is what kernels allocate inside
-themselves, and what an allocator wastes by rounding and fragments.
+casts of weights, what autograd saves, and what ops need while they run. Of what kernels allocate inside themselves the
+copies of oneDNN's convolutions are counted. Not counted are the workspace of its LSTM, the buffers of 16-bit kernels on
+processors without 16-bit arithmetic, and what an allocator wastes by rounding and fragments.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = ["MemoryUse", "StorageCount", "Workload", "largest", "predict"]
 
 _STORED = (torch.float16, torch.bfloat16)
 _BEYOND = 1.02  # how far past the expected end to look, so that the next size does not fit
+_BLOCK = 8  # channels, the fewest that oneDNN goes through together
 _LARGEST = 1 << 24  # nobody trains with more samples in a batch
 
 log = logging.getLogger("castwise.torch.memory")
@@ -103,7 +105,12 @@ class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.note(x)
+        self._reach(self.now + _inside(func, args, out))
         return out
+
+    def _reach(self, now: int) -> None:
+        if now > self.peak:
+            self.peak, self.peak_phase = now, self.phase
 
     def note(self, x: torch.Tensor) -> None:
         """Count a tensor's storage, unless it is counted already."""
@@ -121,8 +128,7 @@ class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._seen[key] = weakref.ref(storage, forget)
         self.now += size
-        if self.now > self.peak:
-            self.peak, self.peak_phase = self.now, self.phase
+        self._reach(self.now)
 
 
 def predict(
@@ -176,7 +182,7 @@ def _steps(
     native: bool,
     options: dict[str, Any],
 ) -> MemoryUse:
-    model = work.build()
+    model = _with_own_storages(work.build())
     low = dtype_of(policy.low_format)
     if weights != "auto" and low in _STORED:
         _store_in(model, low)
@@ -228,6 +234,22 @@ def _step(amp: Amp) -> None:
     amp._forget_gradients()
 
 
+def _inside(func: Any, args: Any, out: Any) -> int:
+    """Bytes that a kernel takes beside its results, and gives back.
+
+    oneDNN's convolutions work on blocks of channels on CPUs: they copy what comes in plain order, and what goes out.
+    """
+    if func is torch.ops.aten.convolution.default:
+        given, made = args[0], out
+    elif func is torch.ops.aten.convolution_backward.default:
+        made, given = args[0], args[1]
+    else:
+        return 0
+    if given.device.type != "cpu" or not given.is_contiguous() or given.dtype is torch.float64:
+        return 0
+    return int(made.nbytes + (given.nbytes if given.shape[1] >= _BLOCK else 0))  # pictures are read as they are
+
+
 def _native(rules: Rules) -> Rules:
     """The same decisions, with every low format computed as hardware does that has it."""
     new = rules.under(rules.policy)
@@ -237,6 +259,24 @@ def _native(rules: Rules) -> Rules:
             own = Arithmetic(low.fmt, low.dtype, emulated=False)
             new.seen[function] = replace(call, arithmetic=own, emulate_as=None)
     return new
+
+
+def _with_own_storages(model: nn.Module) -> nn.Module:
+    """The model, its copied tensors made anew: views of a fake tensor from `copy.deepcopy` have a storage of their own.
+
+    So weights of cloned layers (`nn.TransformerEncoder`'s) would count twice. Shared ones stay shared.
+    """
+    new: dict[int, Any] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, x in list(table.items()):
+                if x is None or x.untyped_storage()._cdata == x.detach().untyped_storage()._cdata:
+                    continue
+                if id(x) not in new:
+                    own = torch.empty_like(x, requires_grad=False)
+                    new[id(x)] = nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
+                setattr(module, name, new[id(x)])
+    return model
 
 
 def _store_in(model: nn.Module, dtype: torch.dtype) -> None:
