@@ -26,6 +26,8 @@ class Counts:
     casts: int = 0
     cast_bytes: int = 0
     """Read and written by casts between floating formats, forward and backward; of weights too."""
+    step_bytes: int = 0
+    """Read and written by casts in the optimizer step, of kept copies of weights and of their gradients."""
     saved_bytes: int = 0
     """Of distinct memory that the forward keeps for the backward, without parameters and casts of parameters."""
     output_error: float = 0.0
@@ -50,6 +52,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if source.untyped_storage().data_ptr() in self.owned:
                 self.owned.add(result.untyped_storage().data_ptr())
                 self.copies.append(result)
+        elif func.overloadpacket is torch.ops.aten._foreach_copy_:
+            pairs = [pair for pair in zip(*args[:2], strict=True) if pair[0].dtype is not pair[1].dtype]
+            self.counts.step_bytes += sum(x.numel() * x.itemsize for pair in pairs for x in pair)
         return result
 
 
@@ -83,7 +88,7 @@ def count(
         with region, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             loss = F.cross_entropy(forward(x).float(), y)
         counter.counts.saved_bytes = sum(storage.nbytes() for storage in saved.values())
-        loss.backward() if amp is None else amp.backward(loss)  # type: ignore[no-untyped-call]
+        loss.backward() if amp is None else amp.step(loss)  # type: ignore[no-untyped-call]
     model.zero_grad()
     return counter.counts
 

@@ -57,9 +57,29 @@ def test_packed_linear_layers_give_the_models_results(
     module = for_inference(model, (x,), policy="float32")
     for given in (x, torch.randn(2, 3, 32), torch.randn(9, 1, 32)):
         assert torch.allclose(module(given), model(given), atol=1e-5)
-    graph = module.graph_for((x,), {}).module
+    graph = module.graph_for((x,), {}).run._source
     assert uses(graph, torch.ops.mkldnn._linear_pointwise.default) == packed
     assert uses(graph, torch.ops.aten.gelu.default) == (1 if packed else 3)
+
+
+def test_packed_layers_that_win_alone_and_lose_together_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    torch.manual_seed(0)
+    model, x = Dense(), torch.randn(4, 7, 32)
+    times = {"alone": [2.0, 1.0], "together": [1.0, 2.0]}
+    monkeypatch.setattr(
+        _kernels,
+        "alternating",
+        lambda runs, *_: times["together" if "_plain_call" in runs[0].__qualname__ else "alone"],
+    )
+    module = for_inference(model, (x,), policy="float32")
+    assert torch.equal(module(x), model(x))
+    assert uses(module.graph_for((x,), {}).run._source, torch.ops.mkldnn._linear_pointwise.default) == 0
+    times["together"] = [2.0, 1.0]
+    module = for_inference(model, (x,), policy="float32")
+    module(x)
+    assert uses(module.graph_for((x,), {}).run._source, torch.ops.mkldnn._linear_pointwise.default) == 5
 
 
 @pytest.mark.parametrize("worth", [float("inf"), 0.0])

@@ -57,7 +57,7 @@ class Entered(AbstractContextManager["Entered"]):
     def _planned(self) -> Callable[[], object]:
         stack = ExitStack()
         assert self._amp.planned is not None
-        stack.enter_context(self._amp.planned.in_place(self._cache))
+        stack.enter_context(self._amp.planned.in_place(self._cache, self._amp._narrow))
         return stack.close
 
 

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 from . import _aten
 from ._caches import Returned, caches_of
 from ._casts import CastCache
+from ._narrow import NarrowGradients
 from ._rewrite import CAST
+from ._trees import builder
 
 __all__ = ["FlatRun", "KeptCasts"]
 
@@ -39,15 +41,19 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 class KeptCasts:
-    """Where casts of parameters are kept now, if anywhere."""
+    """Where casts of parameters are kept now, and gradients in their format, if anywhere."""
 
     def __init__(self) -> None:
         self.cache: CastCache | None = None
+        self.gradients: NarrowGradients | None = None
 
     def of(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The parameter in a 16-bit format."""
         cache = self.cache
-        return weight.to(dtype) if cache is None else cache.get(weight, dtype, lambda x: x.to(dtype))
+        return self._cast(weight, dtype) if cache is None else cache.get(weight, dtype, lambda x: self._cast(x, dtype))
+
+    def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return weight.to(dtype) if self.gradients is None else self.gradients.cast(weight, dtype)
 
 
 class FlatRun:
@@ -63,6 +69,7 @@ class FlatRun:
         self._model = model
         self._returned = returned if returned is not None and returned.caches else None
         self._out_spec = module._out_spec if hasattr(module, "_out_spec") else None
+        self._build = None if self._out_spec is None else builder(self._out_spec)
         self._casts = KeptCasts() if casts is None else casts
         graph, self._paths, self._low = _without_attributes(module)
         self._source = module
@@ -70,16 +77,22 @@ class FlatRun:
         self._find()
 
     def __call__(self, flat: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = _NOTHING) -> Any:
+        outputs = self.values(flat)
+        if self._returned is not None:
+            return self._returned.restored(outputs, caches_of(args, kwargs))
+        if self._build is not None:
+            return self._build(iter(outputs))
+        return outputs if self._out_spec is None else pytree.tree_unflatten(outputs, self._out_spec)
+
+    def values(self, flat: Sequence[Any]) -> Any:
+        """The graph's results, flat."""
         for children, name, child in self._owners:
             if children.get(name) is not child:
                 self._find()  # a submodule was replaced
                 break
         given = [held[name] for held, name in self._places]
         low = [self._casts.of(given[position], dtype) for position, dtype in self._low]
-        outputs = self._run(*flat, *given, *low)
-        if self._returned is not None:
-            return self._returned.restored(outputs, caches_of(args, kwargs))
-        return outputs if self._out_spec is None else pytree.tree_unflatten(outputs, self._out_spec)
+        return self._run(*flat, *given, *low)
 
     def _find(self) -> None:
         """Look up where each parameter and buffer is kept, and by which submodules that was found."""

@@ -128,12 +128,12 @@ class FusedStep:
                 return f"a parameter of shape {tuple(p.shape)} or its gradient is sparse, complex, float64 or not dense"
         return ""
 
-    def saves_nothing(self) -> str:
-        """Why the optimizer's own step is as good now; empty if it is not."""
+    def saves_nothing(self, casts: str = "") -> str:
+        """Why the optimizer's own step is as good now; empty if it is not. ``casts``: who writes kept casts anew."""
         if self.state_dtype is not torch.float32 or self.wide.kept:
             return ""
-        if not len(self.cache):
-            return "weights and state are float32, and no casts of weights are kept"
+        if casts or not len(self.cache):
+            return f"weights and state are float32, and {casts or 'no casts of weights are kept'}"
         parameters = [p for p in self.wide.parameters() if p.grad is not None]
         if any(p.device.type != "cpu" for p in parameters):
             return "the device's own fused kernels leave nothing to save"

@@ -19,6 +19,7 @@ from torch import fx
 from castwise.graph import Graph
 
 from . import _aten
+from ._flat import FlatRun
 from ._rewrite import EMULATED
 from ._run import StudyRun, floating, random_state_kept
 from .measure import alternating
@@ -35,18 +36,56 @@ _FUSED = {"gelu": "gelu", "relu": "relu"}
 _MOST_TOKENS = 4096
 
 
-def with_packed_weights(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph of a CPU model with oneDNN's kernels for linear layers, where they are faster on kept weights."""
+def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any]) -> fx.GraphModule:
+    """The graph of a CPU model with oneDNN's kernels for linear layers, where they are faster on kept weights.
+
+    Each layer is timed by itself, and then the graph with all of them on ``flat``, the inputs of a call: a kernel that
+    wins alone may lose among others. The module that is given stays as it is.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return module
+    other = _copied(module)
     faster: dict[Any, bool] = {}
-    for node in list(module.graph.nodes):
-        layer = _Layer.of(module, node)
+    packed = 0
+    for node in list(other.graph.nodes):
+        layer = _Layer.of(other, node)
         if layer is not None and faster.setdefault(layer.key, layer.pays()):
-            layer.replace(f"castwise_packed_{len(module._buffers)}")
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return module
+            layer.replace(f"castwise_packed_{packed}")
+            packed += 1
+    if not packed:
+        return module
+    other.graph.eliminate_dead_code()
+    other.recompile()
+    return other if _is_faster(other, module, flat) else module
+
+
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.set_codegen(module.graph._codegen)
+    new: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+def _is_faster(other: fx.GraphModule, module: fx.GraphModule, flat: Sequence[Any]) -> bool:
+    """Whether a graph with packed layers is faster as a whole; so it is taken to be where it cannot be tried."""
+    if not flat or any(_aten.mutated(node) for node in module.graph.nodes):
+        return True
+    runs = [_plain_call(one, flat) for one in (module, other)]
+    with torch.no_grad(), random_state_kept():
+        as_is, packed = alternating(runs, "cpu", time.perf_counter() + _SECONDS)
+    log.info("packed linear layers take %.2f of the graph's time", packed / as_is)
+    return packed < _WORTH * as_is
+
+
+def _plain_call(module: fx.GraphModule, flat: Sequence[Any]) -> Callable[[], None]:
+    flat_run = FlatRun(module, None)
+
+    def run() -> None:
+        flat_run.values(flat)
+
+    return run
 
 
 class _Layer:
@@ -158,7 +197,7 @@ def channels_last_where_it_pays(
     if other is None:
         return module
     # What other graphs made is not to be differentiated here.
-    flat = [x.detach() if isinstance(x, torch.Tensor) else x for x in flat]
+    flat = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in flat]  # and a graph may write it
     runs = [_call(one, flat, training) for one in (module, other)]
     device_type = next((x.device.type for x in flat if isinstance(x, torch.Tensor)), "cpu")
     try:

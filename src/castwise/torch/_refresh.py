@@ -6,6 +6,8 @@ backward, or a user, goes on reading the old values, and the next forward makes 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +34,17 @@ def refreshed(cache: CastCache, weight: torch.Tensor) -> None:
     if entry is not None and entry[0]() is weight:
         for found in entry[1].values():
             found.version, found.address = weight._version, _address(weight)
+
+
+@contextlib.contextmanager
+def refreshing(cache: CastCache, weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Around a step that writes the weights: afterwards their kept casts are those of the new values."""
+    pairs = [(weight, cast) for weight in weights for cast in to_refresh(cache, weight)]
+    yield
+    if pairs:
+        torch._foreach_copy_([cast for _, cast in pairs], [weight.detach() for weight, _ in pairs])
+        for weight, _ in pairs:
+            refreshed(cache, weight)
 
 
 def _is_refreshable(key: Any, found: _Kept, weight: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -42,6 +42,7 @@ from ._casts import CastCache
 from ._gradients import all_finite, multiply, parameters_of, values_of
 from ._layers import LayerHooks
 from ._measured import measured, measured_ahead, true_norm
+from ._narrow import NarrowGradients
 from ._ranks import ranks_of, unwrapped
 from ._rules import rules_for
 from ._scale import DeviceScale, StepResult
@@ -118,8 +119,14 @@ class Amp(Watched):
         # What `fully_shard` gathers is new at every use, in memory that is to be let go after it.
         self._cache = CastCache(capacity=0) if self._ranks is not None and self._ranks.shards else CastCache()
         self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
+        self._narrow = NarrowGradients() if plan is not None else None
         self._stepper = Stepper(
-            optimizer, mode, self._cache, optimizer_state=optimizer_state, narrow_gradients=narrow_gradients
+            optimizer,
+            mode,
+            self._cache,
+            optimizer_state=optimizer_state,
+            narrow_gradients=narrow_gradients,
+            narrow=self._narrow,
         )
         self._wide = self._stepper.wide
         self._config = replace(self.policy.scaling, enabled=self.policy.uses_scaling)
@@ -261,7 +268,8 @@ class Amp(Watched):
         check_clip_norm(clip_norm)
         if loss is not None:
             check_loss(loss, "step")
-            self._backward(loss)
+            with self._narrow_backward():
+                self._backward(loss)
         elif not self._begun:
             raise CastwiseError("Amp.step: there is no loss. Give it one, or call amp.backward(loss) before it.")
         self._micro += 1
@@ -269,7 +277,8 @@ class Amp(Watched):
             reason = f"accumulating: micro-batch {self._micro} of {self.accumulate}"
             scale = float("nan") if self._on_device is not None else self._state.scale
             return StepResult(False, float("nan"), scale, reason, self.emulated)
-        values = values_of(self._settled())
+        narrow = self._narrow.settled() if self._narrow is not None else []
+        values = [*values_of(self._settled()), *narrow]
         for observer in self._observers:
             observer.gradients(self.loss_scale if self._unscaled is None else 1.0)
         try:
@@ -300,6 +309,11 @@ class Amp(Watched):
         if outcome.stalled and not done:
             raise self._stalled()
         return StepResult(outcome.stepped, grad_norm, scale, reason or outcome.reason, self.emulated)
+
+    def _narrow_backward(self) -> AbstractContextManager[None]:
+        """Around a backward right after which the step comes, so that 16-bit gradients need not be cast before it."""
+        seen = self._ranks is not None or self._observers or self._begun or self.accumulate > 1
+        return nullcontext() if self._narrow is None or seen else self._narrow.kept(self._wide.parameters())
 
     def _settled(self) -> list[torch.Tensor]:
         """The parameters, their gradients whole."""
@@ -396,6 +410,8 @@ class Amp(Watched):
             for p in group["params"]:
                 if p.grad is not None:
                     p.grad, found = None, True
+        if self._narrow is not None:
+            found |= self._narrow.clear()
         return self._wide.clear() or found
 
     # ---- what it is ----

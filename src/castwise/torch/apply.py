@@ -33,8 +33,10 @@ from ._casts import CastCache
 from ._flat import FlatRun, KeptCasts
 from ._kernels import channels_last_where_it_pays
 from ._part import Part
+from ._narrow import NarrowGradients
 from ._rewrite import rewrite
 from .capture import Captured, capture, flat_inputs
+from ._trees import flattened_plain
 
 __all__ = ["Applied", "apply"]
 
@@ -200,19 +202,19 @@ class Applied(nn.Module):
         return run
 
     @contextlib.contextmanager
-    def in_place(self, casts: CastCache | None = None) -> Iterator[None]:
+    def in_place(self, casts: CastCache | None = None, gradients: NarrowGradients | None = None) -> Iterator[None]:
         """Inside, calling the model itself runs the applied module; afterwards the model is as it was.
 
-        Casts of parameters are kept in `casts`, where it is given.
+        Casts of parameters are kept in `casts`, and their gradients may be in `gradients`, where these are given.
         """
         model = self.castwise_model
-        before, cache = model.__dict__.get("forward"), self._casts.cache
+        before, kept = model.__dict__.get("forward"), (self._casts.cache, self._casts.gradients)
         model.__dict__["forward"] = self.forward
-        self._casts.cache = casts
+        self._casts.cache, self._casts.gradients = casts, gradients
         try:
             yield
         finally:
-            self._casts.cache = cache
+            self._casts.cache, self._casts.gradients = kept
             if before is None:
                 model.__dict__.pop("forward", None)
             else:
@@ -325,6 +327,9 @@ def _covers(module: Any, flat: list[Any]) -> bool:
         for allowed, size in zip(shape, x.shape, strict=True):
             if (allowed if isinstance(allowed, int) else sizes.setdefault(allowed, size)) != size:
                 return False
+    plain = flattened_plain((args, kwargs))
+    if plain is not None:
+        return plain
     if module.castwise_guards is not None:
         try:
             module.castwise_guards(*flat)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ._kernels import with_packed_weights
 from ._part import Part
 from .apply import Applied, Run, _Graph
 from .autocast import autocast
-from .capture import CaptureError
+from .capture import CaptureError, flat_inputs
 from .planning import Loss, plan
 
 __all__ = ["Inference", "compile", "for_inference"]
@@ -43,6 +43,7 @@ class Inference(Applied):
 
     def __init__(self, model: nn.Module, plan: NeutralPlan, *, emulate: bool | None = None) -> None:
         super().__init__(model, plan, emulate=emulate)
+        self._example: Sequence[Any] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -61,12 +62,16 @@ class Inference(Applied):
 
     def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
         """Capture the model in evaluation mode."""
-        with evaluating(self.castwise_model):
-            return super().add_graph(call, key)
+        self._example = flat_inputs(*call)
+        try:
+            with evaluating(self.castwise_model):
+                return super().add_graph(call, key)
+        finally:
+            self._example = ()
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a graph on weights as they were when it was made."""
-        return FlatRun(with_packed_weights(with_kept_constants(module)), None, returned)
+        return FlatRun(with_packed_weights(with_kept_constants(module), self._example), None, returned)
 
 
 def for_inference(

@@ -28,7 +28,6 @@ from castwise.plan import Favour, pareto, solve
 from castwise.policy import Policy
 from castwise.risk import Risks
 
-from ._fused import refreshes
 from ._verify import Verification, Verifier
 from .calibrate import calibrate
 from .capture import Captured, CaptureError, as_call, capture, flat_inputs
@@ -110,8 +109,8 @@ def plan(
 ) -> Plan:
     """Decide the format of every op of `model` together.
 
-    A training plan counts on an `Amp` that runs it: on CPUs its optimizer step writes the low copies of large weights
-    (65,536 values on average, and more) as it writes the weights. Others are cast by each step, and priced so.
+    A training plan counts on an `Amp` that runs it: it keeps the low copies of weights, and writes all of them anew in
+    one call after each optimizer step. Run by `apply` alone, or compiled, each step casts them.
 
     Args:
         model: in the mode to plan for: with `train()`, or given a loss, a training step is planned, else inference. It
@@ -168,7 +167,7 @@ def prepare(
         costs = _no_costs(captured, wanted.name)
         risks = Risks.unmeasured(captured.graph, BF16.name)
         return Prepared(captured, costs, risks, resolved, (example_inputs,), (), device_type)
-    keep = not training or refreshes(wanted.kind, [p for p in model.parameters() if p.requires_grad])
+    keep = not training or target == "eager"  # by whoever makes the steps: an `Amp`; compiled code casts weights itself
     if device is None or wanted == here:
         costs = _measured(captured, example_inputs, wanted, fmt.name, seconds, resolved.tf32, keep)
     else:
