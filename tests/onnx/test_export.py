@@ -133,6 +133,23 @@ def test_runtimes_load_what_was_exported_and_sizes_may_vary_where_asked(tmp_path
     assert np.abs(got[0] - model(longer).detach().numpy()).max() < 2e-2
 
 
+class _Branching(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else -x
+
+
+def test_a_model_with_python_between_its_graphs_is_refused_with_a_way_out(tmp_path):
+    model, x = _Branching(), torch.ones(2, 8)
+    plan = ct.plan(model, x, policy="bfloat16", device="h100")
+    with pytest.raises(CastwiseError, match=r"2 graphs.*control flow depends on data.*torch.where or torch.cond"):
+        export(model, x, tmp_path / "m.onnx", plan=plan)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_without_a_plan_and_a_tolerance_that_is_missed_are_refused_and_nothing_is_written(tmp_path):
     model, x = _case("convolutions")
     with pytest.raises(CastwiseError, match="no plan"):

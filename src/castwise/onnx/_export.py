@@ -90,8 +90,8 @@ def export(
         input_names, output_names, dynamic_shapes: as for ``torch.onnx.export``.
 
     Raises:
-        ConversionError: the exporter cannot write the model, a format is not the plan's, or the outputs are off.
-            Nothing is written then.
+        ConversionError: the exporter cannot write the model, a format is not the plan's, or the outputs are off; or
+            the plan is of several graphs with Python between them. Nothing is written then.
     """
     _extras.require("torch", extra="torch")
     _extras.require("onnxscript", extra="onnx")
@@ -107,6 +107,7 @@ def export(
         raise PlanError("There is no plan to export. Give plan=castwise.torch.plan(...), or the applied model.")
     args, kwargs = as_call(example_inputs)
     name = type(original).__name__
+    _refuse_breaks(used, name)
     with evaluating(original):
         applied = Applied(original, used, emulate=False)
         program = _exported(
@@ -132,6 +133,16 @@ def export(
     casts = sum(node.op_type == "Cast" for node in proto.graph.node)
     log.info("%s: %d ops in the plan's formats, %d casts, error %.3g", name, len(formats), casts, error)
     return Exported(written, formats, casts, error, torch_error)
+
+
+def _refuse_breaks(plan: Plan, name: str) -> None:
+    graph = plan.problem.graph
+    if graph.parts:
+        raise ConversionError(
+            f"{name} is planned as {len(graph.parts)} graphs, and an ONNX model is one. Between them Python runs: "
+            f"{'; '.join(graph.eager) or 'code that no graph can hold'}. Write branches and loops that depend on data "
+            "with torch.where or torch.cond and plan again, or plan and export the submodules between them one by one."
+        )
 
 
 def _exported(applied: Applied, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, **settings: Any) -> Any:
