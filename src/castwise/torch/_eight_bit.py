@@ -30,6 +30,8 @@ _LEAST = 4096  # values of a weight: torchao's rule, after bitsandbytes
 _CODES = 256
 _BITS = 16
 _UNIT = 1 << _BITS
+_CUT = 13  # bits of a float32's mantissa that the first of two roundings takes away
+_ENTRIES = 1 << (32 - _CUT)
 _tables: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
@@ -118,7 +120,8 @@ class EightBit:
         root of a second moment is divided by.
 
         A search among the numbers for each value would take longer than all the rest of a step. So values are rounded
-        twice, to bfloat16 and from there by a table of what lies below each bfloat16 and how far. The mean stays right.
+        twice: to 10 bits of mantissa, and from there by a table of what lies below each of those and how far. The mean
+        stays right, and what the first rounding adds to the spread is little beside the second's.
         """
         blocks = values.view(-1, BLOCK)
         # The numbers need not reach -1; a largest value that does not fit would shrink in every step. It becomes one
@@ -129,10 +132,10 @@ class EightBit:
         blocks.div_(largest.unsqueeze(1))
         places = values.view(torch.int32)
         if noise is None:
-            places.add_(_UNIT // 2)
+            places.add_(1 << (_CUT - 1))
         else:
-            noise.add_to(places)
-        places.bitwise_right_shift_(_BITS).bitwise_and_(_UNIT - 1)
+            noise.add_to(places, _CUT)
+        places.bitwise_right_shift_(_CUT).bitwise_and_(_ENTRIES - 1)
         found = torch.index_select(_table(self.numbers, self.signed), 0, places)
         if noise is None:
             found.add_(_UNIT // 2)
@@ -142,9 +145,9 @@ class EightBit:
 
 
 def _table(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
-    """For the bits of each bfloat16, the code of the number at or below it, and in 2**-16 its share of the way to the
-    next: one int32 for both, so that adding a random 16-bit number and cutting off 16 bits gives a code. 1 stands for
-    the largest number that there is with either sign.
+    """For the upper bits of each float32, the code of the number at or below it, and in 2**-16 its share of the way to
+    the next: one int32 for both, so that adding a random 16-bit number and cutting off 16 bits gives a code. 1 stands
+    for the largest number that there is with either sign.
     """
     key = numbers.device, signed
     found = _tables.get(key)
@@ -153,7 +156,7 @@ def _table(numbers: torch.Tensor, signed: bool) -> torch.Tensor:
         known = np.array(own.get_qmap_signed() if signed else own.get_qmap_unsigned(), np.float64)
         known /= -known[0] if signed else known[-1]
         with np.errstate(invalid="ignore"):  # some are NaN
-            values = (np.arange(_UNIT, dtype=np.uint32) << _BITS).view(np.float32).astype(np.float64)
+            values = (np.arange(_ENTRIES, dtype=np.uint32) << _CUT).view(np.float32).astype(np.float64)
         below = np.clip(np.searchsorted(known, values, side="right") - 1, 0, _CODES - 2)
         share = np.nan_to_num((values - known[below]) / np.diff(known)[below], nan=1.0)
         if not signed:

@@ -37,12 +37,12 @@ class Noise:
 
     def __init__(self) -> None:
         self.draws = 0
-        self._tables: dict[torch.device, torch.Tensor] = {}
+        self._tables: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._room: dict[torch.device, torch.Tensor] = {}
 
-    def add_to(self, values: torch.Tensor) -> None:
-        """Add a number in [0, 2**16) to each value of an int32 vector, in place."""
-        for numbers, part in self._drawn(values):
+    def add_to(self, values: torch.Tensor, bits: int = _BITS) -> None:
+        """Add a number in [0, 2**bits) to each value of an int32 vector, in place. 16 bits at most."""
+        for numbers, part in self._drawn(values, bits):
             part.add_(numbers)
 
     def bits(self, count: int, device: torch.device) -> torch.Tensor:
@@ -58,9 +58,9 @@ class Noise:
         """Give the working memory back."""
         self._room.clear()
 
-    def _drawn(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _drawn(self, values: torch.Tensor, bits: int = _BITS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Numbers for all parts of a vector, and the parts, of equal shape."""
-        table, rows_at_most = self._table_on(values.device)
+        table, rows_at_most = self._table_on(values.device, bits)
         for part in torch.split(values, rows_at_most * _PLACES):
             drawn = _hashed(self.draws)
             self.draws += 1
@@ -74,13 +74,14 @@ class Noise:
                 start += rows * distance
                 yield table[start : start + part.numel() - whole], part[whole:]
 
-    def _table_on(self, device: torch.device) -> tuple[torch.Tensor, int]:
+    def _table_on(self, device: torch.device, bits: int) -> tuple[torch.Tensor, int]:
         """All numbers, over again as far as rows reach; and how many rows there may be."""
-        found = self._tables.get(device)
+        found = self._tables.get((device, bits))
         if found is None:
             numbers = np.random.Generator(np.random.Philox(_SEED)).permutation(_PLACES).astype(np.int32)
+            numbers >>= _BITS - bits
             # From any of its places on: rows that begin up to one table further, and each as long as one.
-            found = self._tables[device] = torch.tensor(np.tile(numbers, 3), device=device)
+            found = self._tables[device, bits] = torch.tensor(np.tile(numbers, 3), device=device)
         return found, _ROWS.get(device.type, _DEVICE_ROWS)
 
 
