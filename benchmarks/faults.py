@@ -11,7 +11,7 @@ A plan fixes a model's operations, so there the operation stands in every layer,
 Each case trains two healthy steps, then breaks. An attribution is right when layer, phase and kind are all right; of a
 plan's operations the line too, since what runs is no line of the program. A fault is recovered when the guard let
 training go on as it should: layers raised or the scale lowered so that the next step is taken, a bad batch passed over,
-or the run stopped with the reason where nothing can help (with a plan, whose formats are fixed, that is more).
+or the run stopped with the reason where nothing can help.
 """
 
 from __future__ import annotations
@@ -199,8 +199,7 @@ def attempt(kind: Kind, fault: Fault, layer: str, seed: int, how: str = "") -> t
     right = said == (fault.cause.value, fault.phase, f"{run.prefix}{layer}" if layer else "", source)
     if fault.where == "switch" and not source:
         right &= "_faults.py" in found.data["line"] and "in forward" in found.data["line"]
-    helpless = fault.cause is Cause.BROKEN or (how == "planned" and fault.cause is Cause.RANGE)
-    recovered = stopped if helpless else all(taken[-2:]) and not stopped
+    recovered = stopped if fault.cause is Cause.BROKEN else all(taken[-2:]) and not stopped
     return "right" if right else "wrong", recovered, str(found.message)
 
 
@@ -213,6 +212,10 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: collections.Counter[str] = collections.Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code runs as it does without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts["ops"] += 1

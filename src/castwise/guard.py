@@ -184,6 +184,12 @@ class Raised:
         """What is told apart: the layer, and the ops."""
         return f"{self.layer}|{','.join(self.ops)}"
 
+    def covers(self, layer: str, op: str) -> bool:
+        """Whether an op of the catalogue, in a layer of this path, computes in float32 by it."""
+        if self.ops:
+            return layer == self.layer and op in self.ops
+        return not self.layer or layer == self.layer or layer.startswith(f"{self.layer}.")
+
 
 @dataclass(frozen=True, slots=True)
 class GuardState:

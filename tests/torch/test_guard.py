@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from castwise.cli import main
 from castwise.errors import CastwiseError, NonFiniteError, PolicyError
 from castwise.policy import Policy
-from castwise.torch import Amp, _scale
+from castwise.torch import Amp, _scale, watch
+from castwise.watch import read_jsonl
 
 NAN = float("nan")
 
@@ -168,7 +170,8 @@ def test_decisions_are_the_same_each_time() -> None:
 
 
 class Detector(nn.Module):
-    """SSD-like: a location loss summed over many boxes, whose gradients are tiny, beside a classification loss."""
+    """SSD-like: where boxes are and what they hold, from one body. The first loss is summed over many boxes, and its
+    gradients are tiny."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,29 +183,65 @@ class Detector(nn.Module):
         return self.boxes(h), self.classes(h)
 
 
-def detect(scaling: dict[str, Any], steps: int = 120) -> tuple[list[float], Amp]:
+def detect(scaling: dict[str, Any], *targets: Any, steps: int = 150) -> tuple[list[float], Amp]:
+    """The boxes' losses, and what trained. Their gradients are of 1e-9: below float16's smallest number, 6e-8."""
     torch.manual_seed(0)
     model = Detector()
-    # The boxes' gradients are of 1e-9: below float16's smallest number, 6e-8, until a scale lifts them.
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-20)
     amp = Amp(model, optimizer, Policy.from_dict({"format": "float16", "scaling": scaling}))
+    if targets:
+        watch(amp, *targets)
     data = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
         x = torch.randn(64, 8, generator=data)
         with amp:
-            boxes, _ = model(x)
-            loss = (boxes.float() - x[:, :4] * x[:, 4:]).square().mean()
-        amp.step(loss * 1e-6)
-        losses.append(loss.item())
+            boxes, classes = model(x)
+            where = (boxes.float() - x[:, :4]).square().mean()
+            what = functional.cross_entropy(classes.float(), x[:, 4:7].argmax(1))
+        amp.step(where * 1e-6 + what * 1e-5)
+        losses.append(where.item())
     return losses, amp
 
 
-def test_a_loss_with_gradients_below_float16_trains_with_scaling_and_not_without() -> None:
+def test_a_loss_with_gradients_below_float16_trains_with_scaling_and_diverges_without() -> None:
     scaled, amp = detect({})
     unscaled, _ = detect({"enabled": False})
-    assert sum(scaled[-10:]) < 0.6 * sum(unscaled[-10:])
+    assert sum(scaled[-10:]) < 0.2 * sum(scaled[:10])
+    assert sum(unscaled[-10:]) > 1.2 * sum(unscaled[:10])
     assert not [e for e in amp.events if e.alarm]
+
+
+def test_scale_skips_and_events_in_the_log_tell_the_story_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    losses, _ = detect({"init_scale": 2.0**40, "max_scale": 2.0**40, "growth_interval": 40}, log, steps=60)
+    records, _ = read_jsonl(log)
+    steps = [r for r in records if "event" not in r]
+    assert [r["step"] for r in steps] == list(range(1, 61)) and losses[-1] < losses[0]
+    totals = [0, *(r["train/skipped_steps"] for r in steps)]
+    skips = [after - before for before, after in itertools.pairwise(totals)]
+    scales = [2.0**40, *(r["train/loss_scale"] for r in steps)]  # after each step
+
+    # Down from a scale that is too high, one skip at a time, ...
+    first = skips.index(0)
+    assert first >= 2 and skips[:first] == [1] * first
+    assert scales[: first + 1] == sorted(scales[: first + 1], reverse=True) and scales[first] < scales[0]
+    # ... each of them an event of that step, before the step's own numbers, ...
+    told = [r for r in records if r.get("event") in ("backoff", "overflow")]
+    assert [r["step"] for r in told[:first]] == list(range(first))
+    for r in told[:first]:
+        assert f"{scales[r['step']]:g}" in r["message"] or r["scale"] == scales[r["step"]]
+        assert records.index(r) < records.index(steps[r["step"]])
+    # ... and up again after 40 good steps.
+    assert not any(skips[first : first + 40]) and scales[first + 40] == 2 * scales[first + 39] == 2 * scales[first]
+
+    assert main(["watch", str(log)]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines() if " backoff: " in line or " overflow: " in line]
+    assert [int(words[1]) for words in lines][:first] == list(range(first))
+    assert all(name in text for name in ("train/loss_scale", "train/skipped_steps", "step 60"))
 
 
 class Steep(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from castwise._joined import in_part
 from castwise.graph import Graph, Op
+from castwise.guard import Raised
 from castwise.plan import Plan
 
 from ._part import Part
@@ -17,7 +18,7 @@ from .parts import Broken
 if TYPE_CHECKING:
     from .apply import Applied
 
-__all__ = ["AppliedParts", "part_of"]
+__all__ = ["AppliedParts", "part_of", "parts_of", "with_raised"]
 
 
 class AppliedParts:
@@ -29,7 +30,11 @@ class AppliedParts:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The model's results."""
-        return self.broken.run(lambda part, own: self._of(part)(*own), *args, **kwargs)
+        return self.run_by(lambda applied, own: applied(*own), *args, **kwargs)
+
+    def run_by(self, run: Callable[[Applied, list[Any]], Any], *args: Any, **kwargs: Any) -> Any:
+        """As ``run``, where ``run`` computes each graph, from its applied module and what that is called with."""
+        return self.broken.run(lambda part, own: run(self._of(part), own), *args, **kwargs)
 
     def formats_run(self, *args: Any, **kwargs: Any) -> dict[str, str]:
         """Per op id of the plan, the format that was seen at dispatch to compute it."""
@@ -54,6 +59,11 @@ class AppliedParts:
         self.broken.run(noted, *args, **kwargs)
         return found
 
+    def raise_layers(self, raised: tuple[Raised, ...]) -> None:
+        """See ``Applied.raise_layers``."""
+        for applied in self._applied.values():
+            applied.raise_layers(raised)
+
     def _named(self, part: Part, own: list[Any], formats: Mapping[str, str]) -> dict[str, str]:
         number = part_of(self._of(part).graph_for(tuple(own), {}).planned, self.plan.problem.graph)
         return {op if number is None else in_part(number, op): fmt for op, fmt in formats.items()}
@@ -62,6 +72,12 @@ class AppliedParts:
         if part not in self._applied:
             self._applied[part] = self.make(part)
         return self._applied[part]
+
+
+def with_raised(formats: Mapping[str, str], graph: Graph, raised: tuple[Raised, ...]) -> Mapping[str, str]:
+    """The formats of a graph where ops that the guard has raised are computed in fp32."""
+    wide = {op.id: "fp32" for op in graph.ops for one in raised if one.covers(op.layer, op.name)}
+    return {**formats, **wide} if wide else formats
 
 
 def part_of(mine: Graph, joined: Graph) -> int | None:

@@ -16,6 +16,7 @@ from castwise.watch.events import Event
 from . import checkpoint
 from ._layers import LayerHooks
 from ._rules import Rules, rules_for
+from .apply import Applied
 from .guard import Guard
 from .guard_remedy import policy_comment, with_raised
 
@@ -26,6 +27,7 @@ class Watched:
     model: nn.Module
     policy: Policy
     device_type: str
+    planned: Applied | None
     _asked: Policy
     _guard: Guard | None
     _layers: LayerHooks | None
@@ -35,6 +37,9 @@ class Watched:
         """Put the policy that was asked for in force, with the guard's raised layers on top."""
         self.policy = with_raised(self._asked, raised)
         self._rules = rules_for(self.policy, self.device_type)
+        if self.planned is not None:  # its ops have their formats from a graph; the policy tells of them, for saving
+            self.planned.raise_layers(raised)
+            return
         if self._layers is not None:
             self._layers.remove()
         self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None

@@ -24,19 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from castwise._joined import in_part
 from castwise.catalogue import OpClass
 from castwise.graph import Graph
+from castwise.guard import Raised
 from castwise.plan import Plan
 
 from . import _aten
-from ._apply_parts import AppliedParts, part_of, parts_of
+from ._apply_parts import AppliedParts, part_of, parts_of, with_raised
 from ._caches import Returned, caches_of, carried, packed_call
 from ._casts import CastCache
 from ._flat import FlatRun, KeptCasts
 from ._kernels import channels_last_where_it_pays
-from ._part import Part
 from ._narrow import NarrowGradients
+from ._part import Part
 from ._rewrite import rewrite
-from .capture import Captured, capture, flat_inputs
 from ._trees import flattened_plain
+from .capture import Captured, capture, flat_inputs
 
 __all__ = ["Applied", "apply"]
 
@@ -76,8 +77,12 @@ class _Graph:
     run: Run
     """Takes a call's inputs as a flat list, and as they came."""
     formats: Mapping[str, str]
-    planned: Graph
-    """As the planner sees it."""
+    captured: Captured
+
+    @property
+    def planned(self) -> Graph:
+        """As the planner sees it."""
+        return self.captured.graph
 
 
 class Applied(nn.Module):
@@ -96,6 +101,7 @@ class Applied(nn.Module):
         self._emulate = emulate
         self._wrap = wrap
         self._casts = KeptCasts()
+        self._raised: tuple[Raised, ...] = ()
         self._graphs: list[_Graph] = []
         self._known: dict[Any, _Graph] = {}
         in_parts = bool(plan.problem.graph.parts) and not isinstance(model, Part)
@@ -104,7 +110,7 @@ class Applied(nn.Module):
     def for_part(self, part: Part) -> Applied:
         """The plan applied to one graph of a model with graph breaks."""
         made = Applied(part, self.castwise_plan, emulate=self._emulate, wrap=self._wrap)
-        made._casts = self._casts
+        made._casts, made._raised = self._casts, self._raised
         return made
 
     @property
@@ -172,18 +178,44 @@ class Applied(nn.Module):
             self._graphs.pop(0)
             self._known.clear()
         captured = capture_call(self.castwise_model, *call, training=self.castwise_plan.problem.graph.training)
-        formats = formats_for(captured, self.castwise_plan)
         device_type = next((t.device.type for t in _tensors(self.castwise_model, call)), "cpu")
-        module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
-        module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
-        module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
+        formats, module = self._rewritten(captured, device_type)
         faster = module
         if self._wrap is None:  # a compiler chooses memory layouts itself
             training = captured.training and torch.is_grad_enabled()
             faster = channels_last_where_it_pays(module, captured.graph, flat_inputs(*call), training)
-        graph = _Graph(key, module, self.runner(faster, captured.returned), formats, captured.graph)
+        graph = _Graph(key, module, self.runner(faster, captured.returned), formats, captured)
         self._graphs.append(graph)
         return graph
+
+    def _rewritten(self, captured: Captured, device_type: str) -> tuple[Mapping[str, str], fx.GraphModule]:
+        formats = with_raised(formats_for(captured, self.castwise_plan), captured.graph, self._raised)
+        module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
+        module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
+        module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
+        return formats, module
+
+    def raise_layers(self, raised: tuple[Raised, ...]) -> None:
+        """Compute these in float32 from the next call on, whatever the plan says, and all others as it says."""
+        if raised == self._raised:
+            return
+        self._raised = raised
+        device_type = next((p.device.type for p in self.castwise_model.parameters()), "cpu")
+        for graph in self._graphs:
+            graph.formats, graph.module = self._rewritten(graph.captured, device_type)
+            graph.run = self.runner(graph.module, graph.captured.returned)
+        if self._in_parts is not None:
+            self._in_parts.raise_layers(raised)
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Inside, everything is computed in float32."""
+        before = self._raised
+        self.raise_layers((Raised(""),))
+        try:
+            yield
+        finally:
+            self.raise_layers(before)
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a rewritten graph."""
@@ -295,6 +327,9 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any],
     flat = [*args, *kwargs.values()]
     if all(type(x) is torch.Tensor for x in flat):
         return flat, (len(args), *kwargs)
+    plain = flattened_plain((args, kwargs))
+    if plain is not None:
+        return plain
     leaves, structure = pytree.tree_flatten((args, kwargs))
     flat, caches = carried(leaves)
     return flat, (structure, caches)
@@ -327,9 +362,6 @@ def _covers(module: Any, flat: list[Any]) -> bool:
         for allowed, size in zip(shape, x.shape, strict=True):
             if (allowed if isinstance(allowed, int) else sizes.setdefault(allowed, size)) != size:
                 return False
-    plain = flattened_plain((args, kwargs))
-    if plain is not None:
-        return plain
     if module.castwise_guards is not None:
         try:
             module.castwise_guards(*flat)

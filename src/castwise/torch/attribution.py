@@ -70,7 +70,7 @@ def attribute(
         if root is None:
             continue
         if _phase(root) == "forward":
-            return _forward(replay, call, root, scale, device_type), call
+            return _forward(replay, call, root, context, scale, device_type), call
         backward = root, call  # of several, the last call is the nearest to the loss
     if backward is None:
         return None
@@ -86,10 +86,22 @@ def _phase(root: Made | Source) -> str:
     return "backward" if root.kind == "gradient" else "forward"
 
 
-def _forward(replay: Replay, call: Call, root: Made | Source, scale: float, device_type: str) -> Finding:
+def _in_float32(
+    replay: Replay, call: Call, context: Context, device_type: str, factor: float = 1.0
+) -> Made | Source | None:
+    """Where the call breaks when everything computes in float32."""
+    if replay.planned is None:
+        return replay.traced(call, float32_region(device_type), factor).root
+    with replay.planned.in_float32():  # a plan's formats are in its graphs
+        return replay.traced(call, context, factor).root
+
+
+def _forward(
+    replay: Replay, call: Call, root: Made | Source, context: Context, scale: float, device_type: str
+) -> Finding:
     if isinstance(root, Source):
         return root_finding(root, Kind.DATA if root.kind == "input" else Kind.BROKEN, scale)
-    wide = replay.traced(call, float32_region(device_type)).root
+    wide = _in_float32(replay, call, context, device_type)
     cured = wide is None or _phase(wide) == "backward"
     return root_finding(root, Kind.RANGE if cured else Kind.BROKEN, scale)
 
@@ -109,9 +121,9 @@ def _backward(
     lower = _largest(finite, scales)
     if lower is not None:
         return root_finding(root, Kind.SCALE, scale, lower)
-    wide = replay.traced(call, float32_region(device_type)).root
+    wide = _in_float32(replay, call, context, device_type)
     if wide is not None and scale > 1.0:  # float32 ends somewhere too: what counts is the true gradient
-        wide = replay.traced(call, float32_region(device_type), 1.0 / scale).root
+        wide = _in_float32(replay, call, context, device_type, 1.0 / scale)
     return root_finding(root, Kind.RANGE if wide is None else Kind.BROKEN, scale)
 
 

@@ -20,10 +20,26 @@ from .attribution_trace import Made, Source
 if TYPE_CHECKING:
     from .attribution_replay import Repeat
 
-__all__ = ["common_finding", "common_repeat"]
+__all__ = ["Stop", "common_finding", "common_repeat"]
 
 
-def common_repeat(ranks: Ranks, repeat: Callable[[], Repeat]) -> Repeat:
+class Stop:
+    """Whether a repetition ends after its forward, as one of the ranks has found something in it.
+
+    A backward may exchange values: of layers whose weights or statistics are spread over ranks. Either all run it, or
+    none does. Every rank asks once.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self.ranks = ranks
+        self.asked = False
+
+    def __call__(self, found: bool) -> bool:
+        self.asked = True
+        return found if self.ranks is None else self.ranks.any(found)
+
+
+def common_repeat(ranks: Ranks, repeat: Callable[[Stop], Repeat]) -> Repeat:
     """A repetition on every rank, and on every rank the result of the first one that shows a fault.
 
     A fault of the forward comes before one of the backward: the backward of the other ranks is none of its causes.
@@ -33,10 +49,13 @@ def common_repeat(ranks: Ranks, repeat: Callable[[], Repeat]) -> Repeat:
     """
     seen: Repeat | None = None
     failed: Exception | None = None
+    stop = Stop(ranks)
     try:
-        seen = repeat()
+        seen = repeat(stop)
     except Exception as error:  # the others wait to hear of it
         failed = error
+        if not stop.asked:
+            stop(True)
     told = ranks.gather((seen.plain() if seen is not None else None, f"{type(failed).__name__}: {failed}"))
     if failed is not None:
         raise failed

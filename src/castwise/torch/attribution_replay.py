@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from . import _aten
+from ._gathered import fits, gathered
 from ._ranks import Ranks
 from .attribution_capture import Call, generators, restore_generators
-from .attribution_ranks import common_repeat
+from .attribution_planned import PartsTrace, run_planned
+from .attribution_ranks import Stop, common_repeat
 from .attribution_trace import Made, Source, Trace
 from .attribution_trees import mapped, tensors_in
-from .capture import flat_inputs
+
+log = logging.getLogger("castwise.torch.guard")
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -58,6 +61,7 @@ class Replay:
         self.model = model
         self.planned = planned
         self.ranks = ranks
+        self._told = False
 
     def traced(self, call: Call, context: Context, factor: float = 1.0) -> Repeat:
         """Forward and backward of one call under a trace.
@@ -68,26 +72,50 @@ class Replay:
             factor: the gradients of its outputs are multiplied by it; a power of two changes nothing else.
         """
         if self.ranks is None:
-            return self._traced(call, context, factor)
-        return common_repeat(self.ranks, lambda: self._traced(call, context, factor))
+            return self._traced(call, context, factor, Stop(None))
+        with self.whole():
+            return common_repeat(self.ranks, lambda stop: self._traced(call, context, factor, stop))
 
-    def _traced(self, call: Call, context: Context, factor: float) -> Repeat:
+    def whole(self) -> AbstractContextManager[None]:
+        """Around several repetitions: what ranks have shards of is gathered once for all of them."""
+        return gathered(self.ranks.shards if self.ranks is not None else ())
+
+    def fits(self) -> bool:
+        """Whether every rank has memory to repeat a step of a model under `fully_shard`, which takes all of it."""
+        if self.ranks is None or not self.ranks.shards or fits(self.ranks):
+            return True
+        if not self._told:
+            self._told = True
+            log.warning(
+                "a step of this model is not repeated, as its parameters and their gradients do not fit one device as "
+                "a whole: the guard skips, lowers the scale and stops on all ranks, but looks for no layer. Fewer "
+                "layers of the same kind, or a larger device, may show it."
+            )
+        return False
+
+    def _traced(self, call: Call, context: Context, factor: float, stop: Stop) -> Repeat:
         with self.undisturbed(call):
             args, kwargs, cut = _fresh(call)
             inputs = [("input", name, x) for name, x in [*tensors_in(args), *tensors_in(kwargs)]]
-            trace = Trace(self.model, [*self.weights(), *inputs])
+            trace = self.new_trace([*self.weights(), *inputs])
             with trace:
                 outputs = self._run(call, args, kwargs, context, trace)
                 root = trace.root(outputs)
-                if root is None and call.gradients:
+                if not stop(root is not None) and call.gradients:
                     root = self._backward(call, outputs, cut, trace, factor)
         return Repeat(root, trace.bytes, trace.feeds)
+
+    def new_trace(self, sources: Iterable[tuple[str, str, torch.Tensor]]) -> Trace:
+        """A trace that suits the way in which the model runs."""
+        in_parts = self.planned is not None and self.planned.has_breaks
+        return (PartsTrace if in_parts else Trace)(self.model, sources)
 
     def layer_seconds(self, call: Call, context: Context, layer: str) -> float:
         """Seconds that the forward of one layer takes in a repetition without a trace; the better of two."""
         spent: list[float] = []
         started: list[float] = []
-        module = self.model.get_submodule(layer)
+        # In a plan's graph no layer is called: there, it is the time of the whole model.
+        module = self.model.get_submodule(layer) if self.planned is None else self.model
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
         def now() -> float:
@@ -118,7 +146,7 @@ class Replay:
         module = _unwrapped(call.module)
         with context():
             if self.planned is not None and module is self.planned.castwise_model and trace is not None:
-                output = _planned(self.planned, args, kwargs, trace)
+                output = run_planned(self.planned, args, kwargs, trace)
             else:
                 output = module(*args, **kwargs)
         return [y for _, y in tensors_in(output)]
@@ -216,43 +244,3 @@ def _gradients(
     finally:
         for p, gradient, hooks in kept:
             p.grad, p._post_accumulate_grad_hooks = gradient, hooks
-
-
-class _Layers(fx.Interpreter):
-    """Runs a planned graph and tells the trace which layer and line of the program each node belongs to."""
-
-    def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
-        super().__init__(module)
-        self.trace = trace
-        self.places = _places(module.graph)
-
-    def run_node(self, n: fx.Node) -> Any:
-        layer, self.trace.line = self.places.get(n, ("", ""))
-        self.trace.enter_layer(layer, self.fetch_args_kwargs_from_env(n))
-        try:
-            return super().run_node(n)
-        finally:
-            self.trace.leave_layer()
-            self.trace.line = ""
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return None if target == "_guards_fn" else super().call_module(target, args, kwargs)
-
-
-def _places(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
-    """Layer and line of each node. A cast, which the plan put there, belongs to the first that reads it."""
-    found: dict[fx.Node, tuple[str, str]] = {}
-    for node in reversed(graph.nodes):
-        if node.meta.get("nn_module_stack"):
-            found[node] = _aten.layer(node), _aten.program_line(node)
-        else:
-            reader = next((user for user in node.users if user in found), None)
-            if reader is not None:
-                found[node] = found[reader]
-    return found
-
-
-def _planned(planned: Any, args: Any, kwargs: Any, trace: Trace) -> Any:
-    if planned.has_breaks:  # its graphs run inside of its Python: ops are told apart, but not their layers
-        return planned.forward(*args, **kwargs)
-    return _Layers(planned.graph_for(args, kwargs).module, trace).run(*flat_inputs(args, kwargs))

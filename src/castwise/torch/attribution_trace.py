@@ -12,6 +12,7 @@ autograd node: nodes carry numbers that count up, and the trace knows which modu
 from __future__ import annotations
 
 import math
+import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,6 +49,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "addmv", 
 # statistics, in training), and so comes after operations that made something bad.
 _ORDER = ("input", "parameter", "gradient", "buffer", "constant")
 _CERTAIN = frozenset({"input", "parameter", "gradient"})
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _ACCUMULATE = 2**63  # sequence numbers of nodes that add to leaves are above this
 
 
@@ -129,6 +132,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes: dict[str, int] = {}
         self.feeds: dict[str, list[str]] = {}  # per layer, those that made what it was given
         self._makers: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.entered = False  # whether kernels are being watched right now
         self.line = ""  # of the program, where whoever runs it knows better than the stack
         self._stack: list[str] = []
         self._last = ""
@@ -150,20 +154,20 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- the modules that are running ----
 
-    @property
-    def entered(self) -> bool:
-        """Whether kernels are being watched right now."""
-        return bool(self._handles)
-
-    def __enter__(self) -> Trace:
+    def _hook(self) -> None:
         for path, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(_Enter(self, path), prepend=True))
             self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
+
+    def __enter__(self) -> Trace:
+        self._hook()
+        self.entered = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.entered = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -203,6 +207,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if FakeTensor in types:  # a tracer is at work, and nothing is computed
+            return func(*args, **kwargs)
         node = torch._C._current_autograd_node()
         in_backward = node is not None and not self._stack
         if not in_backward:
@@ -265,7 +271,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, written: list[torch.Tensor]) -> None:
         size = sum(x.numel() * x.element_size() for x in written if x.is_floating_point())
-        for path in set(self._stack):
+        for path in {*self._stack, *_above(self._stack[-1] if self._stack else "")}:
             self.bytes[path] = self.bytes.get(path, 0) + size
         for x in written:
             key = storage_of(x)
@@ -329,6 +335,12 @@ class _Leave(_Enter):
         self.trace.leave_layer()
 
 
+def _above(path: str) -> list[str]:
+    """The paths of the modules around one."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
 def _explaining(made: Made) -> list[Made | Source]:
     """The causes that explain a result: NaN among the inputs explains everything, else infinities do."""
     with_nan = [c for c in made.causes if (c.nan if isinstance(c, Made) else c.values.nan)]
@@ -357,8 +369,17 @@ def _line() -> str:
     """The line of the program, outside of torch and of Castwise, that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_OUTSIDE) and not path.startswith("<"):
-            return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        if of_program(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {_function(frame.f_code.co_qualname)}"
         frame = frame.f_back
     return ""
+
+
+def of_program(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not path.startswith(_OUTSIDE) and not path.startswith("<")
+
+
+def _function(name: str) -> str:
+    """Its own name, also where the tracer of torch.compile has cut it in two."""
+    return _RESUMED.sub(r"\1", name)

@@ -95,6 +95,8 @@ def described(held: Held) -> list[tuple[torch.Tensor, Values]]:
 
 
 def storage_of(x: torch.Tensor) -> Any:
+    x = local(x)  # which is what layers that are spread over ranks wrap,
+    x = getattr(x, "elem", x)  # and what is on its way between them
     try:
         return (x._values() if x.layout is torch.sparse_coo else x).untyped_storage()
     except (RuntimeError, NotImplementedError):

@@ -31,6 +31,7 @@ from .attribution_ranks import common_finding
 from .attribution_replay import Replay
 from .attribution_trace import Source, Trace
 from .attribution_trees import tensors_in
+from .guard_buffers import GoodBuffers, Healed, as_it_was
 from .guard_remedy import Price, Remedy, rule_for
 
 __all__ = ["Guard"]
@@ -39,7 +40,6 @@ log = logging.getLogger("castwise.torch.guard")
 
 _EVENTS_KEPT = 1000
 _ALERT_STEPS = 20  # steps that are traced while they run, after a fault that no replay could show
-_BUFFERS_EVERY = 1000  # steps between copies of the floating buffers, from which poisoned ones are put back
 
 
 class Guard:
@@ -61,26 +61,22 @@ class Guard:
         self.recorder = Recorder(amp.model)
         self.finding: Finding | None = None
         self._ranks = amp._ranks
-        # Each repetition would gather and scatter, while ranks stop theirs where they find something: they would hang.
-        # And gathered parameters lie in memory that holds anything at first, which a trace takes for a fault.
+        # Gathered parameters lie in memory that holds anything at first, which a trace takes for a fault: such a step
+        # is repeated with all of them gathered before, but not traced while it runs.
         self._sharded = self._ranks is not None and bool(self._ranks.shards)
-        self._told_unrepeatable = False
         self._replay = Replay(amp.model, amp.planned, self._ranks)
-        # A plan's formats are fixed in its graph: what is wrong is told, but not raised.
-        self._remedy = Remedy(amp.model, self._replay, apply, self.context) if amp.planned is None else None
+        self._remedy = Remedy(amp.model, self._replay, apply, self.context)
         self._losses: deque[tuple[int, Memory]] = deque()
         self._last_loss: torch.Tensor | None = None
         self._alert = 0
         self._trace: Trace | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._buffers_of = -1  # the step at whose beginning they were like this
+        self._buffers = GoodBuffers(amp.model, self._ranks)
 
     # ---- around a step -----------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """A region of training is entered."""
-        if self.step % _BUFFERS_EVERY == 0 and self._buffers_of != self.step:
-            self._keep_buffers()
+        self._buffers.keep(self.step)
         self.recorder.listen()
         if self._alert and torch.is_grad_enabled():
             self._traced().__enter__()
@@ -104,7 +100,7 @@ class Guard:
 
     def _traced(self) -> Trace:
         if self._trace is None:
-            self._trace = trace = Trace(self.model, self._replay.weights())
+            self._trace = trace = self._replay.new_trace(self._replay.weights())
 
             def note(call: Call) -> None:
                 for name, x in tensors_in((call.args, call.kwargs)):
@@ -140,26 +136,28 @@ class Guard:
     def stepped(self) -> None:
         """A step was taken: give back what has waited long enough and is well in its own format."""
         self.state = guard.healthy(self.state)
-        if self.state.raised and self._remedy is not None:
-            for one in guard.due(self.state, self.step):
-                self._try_without(one, self._remedy)
+        for one in guard.due(self.state, self.step) if self.state.raised else ():
+            self._try_without(one, self._remedy)
 
     def _try_without(self, one: Raised, remedy: Remedy) -> None:
         calls = [c for c in self.recorder.used() if not c.overwritten]
         if not self._alike(len(calls)) or not calls:
             return
         remedy.apply(tuple(r for r in self.state.raised if r.key != one.key))
-        well = False
-        with self._harmless("giving a layer back"):
-            well = remedy.broken(calls) is None
-        if well:
+        place: tuple[str, str, str] | None = ("", "repeating the step", "")  # where it breaks, should that fail
+        with self._harmless("giving a layer back"), self._replay.whole():
+            place = remedy.broken(calls)
+        if place is None:
             self.state = guard.given_back(self.state, one)
-            self._tell("give_back", f"{_named(one)} computes in its own format again", layer=one.layer)
+            words = f"{_named(one)} computes in its own format again, in which this step is finite"
+            self._tell("give_back", words, layer=one.layer, waited=self.step - one.since)
             return
         remedy.apply(self.state.raised)
         self.state = guard.postponed(self.state, one, self.step)
         wait = next(r.wait for r in self.state.raised if r.key == one.key)
-        self._tell("postpone", f"{_named(one)} still needs float32; next try in {wait} steps", layer=one.layer)
+        broke = f"{place[1]} in {place[0] or 'the model itself'}".strip()
+        words = f"{_named(one)} still needs float32, as {broke} shows; next try in {wait} steps"
+        self._tell("postpone", words, layer=one.layer, because=broke, wait=wait)
 
     def losses(self) -> list[torch.Tensor]:
         """The losses of the step. The last as it is, which is no operation; of earlier ones only the memory is kept."""
@@ -196,7 +194,10 @@ class Guard:
         Raises:
             NonFiniteError: nothing helps; the message says why.
         """
-        self._heal()
+        healed = self._buffers.heal()
+        for one in healed:
+            words = f"buffer {one.name} had become infinite or NaN and is as it was before"
+            self._tell("heal", words, buffer=one.name)
         finite = all(bool(loss.tensor().isfinite().all()) for _, loss in self._losses)
         if self._ranks is not None:
             finite = self._ranks.all(finite)
@@ -204,11 +205,16 @@ class Guard:
             self.state = guard.ordinary(self.state)
             self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
             return None
-        found = self._find(scale, scales, gradients, finite)
+        found = self._find(scale, scales, gradients, finite, healed)
         return self._act(*found, scale=scale)
 
     def _find(
-        self, scale: float, scales: Sequence[float], gradients: Sequence[torch.Tensor], finite: bool
+        self,
+        scale: float,
+        scales: Sequence[float],
+        gradients: Sequence[torch.Tensor],
+        finite: bool,
+        healed: Sequence[Healed] = (),
     ) -> tuple[Finding, Call | None]:
         """Replay first: it can try cures. Then what was seen live, and else only where the fault is not."""
         losses = [loss.tensor() for _, loss in self._losses]
@@ -216,10 +222,11 @@ class Guard:
         found: tuple[Finding, Call | None] | None = None
         calls = self.recorder.used()
         if self._alike(-1 if any(call.overwritten for call in calls) else len(calls)):
-            with self._harmless("looking for the layer that broke"):
-                found = attribute(
-                    self._replay, calls, self.context, scale=scale, scales=useful, device_type=self.device_type
-                )
+            with self._harmless("looking for the layer that broke"), self._replay.whole():
+                found = self._looked_into(calls, scale, useful)
+                if healed and (found is None or found[0].kind is Kind.UNKNOWN):  # it was they that broke it
+                    with as_it_was(healed):
+                        found = self._looked_into(calls, scale, useful)
         if found is None or found[0].kind is Kind.UNKNOWN:
             root = self._trace.root([*gradients, *losses]) if self._trace is not None else None
             if root is not None and not (isinstance(root, Source) and root.kind == "gradient"):
@@ -243,6 +250,11 @@ class Guard:
             self._tell("advice", words, cause=name)
         return found
 
+    def _looked_into(
+        self, calls: list[Call], scale: float, scales: Sequence[float]
+    ) -> tuple[Finding, Call | None] | None:
+        return attribute(self._replay, calls, self.context, scale=scale, scales=scales, device_type=self.device_type)
+
     def _act(self, finding: Finding, call: Call | None, *, scale: float) -> float | None:
         self.state, move = guard.decide(self.state, finding, self.config)
         if move.action is Action.RAISE:
@@ -255,15 +267,16 @@ class Guard:
             return move.scale
         if move.action is Action.STOP:
             raise self._stopped(finding)
+        self._tell("skip", f"step skipped: {move.reason}", because=str(finding), helpless=self.state.helpless)
         return None
 
     def _raise(self, finding: Finding, call: Call | None) -> bool:
-        if self._remedy is None or call is None:
+        if call is None:
             return False
         calls, before = self.recorder.used(), self.state.raised
         new: list[Raised] | None = None
         prices: list[Price] = []
-        with self._harmless("raising a layer"):
+        with self._harmless("raising a layer"), self._replay.whole():
             new = self._remedy.find(calls, before)
             prices = self._remedy.price(call, new, before) if new is not None else []
         if self._ranks is not None and self._ranks.any(not prices):
@@ -303,19 +316,8 @@ class Guard:
 
     def _alike(self, calls: int) -> bool:
         """Whether a step of so many calls (-1: they cannot be repeated) can be repeated on all ranks in step."""
-        if self._sharded:
-            self._tell_unrepeatable()
-            return False
         counts = [calls] if self._ranks is None else self._ranks.gather(calls)
-        return calls >= 0 and counts.count(calls) == len(counts)
-
-    def _tell_unrepeatable(self) -> None:
-        if not self._told_unrepeatable:
-            self._told_unrepeatable = True
-            log.warning(
-                "a step of a model under fully_shard is not repeated: the guard skips, lowers the scale and stops on "
-                "all ranks, but looks for no layer. Run the step on one device to find it."
-            )
+        return calls >= 0 and counts.count(calls) == len(counts) and self._replay.fits()
 
     @contextlib.contextmanager
     def _harmless(self, what: str) -> Iterator[None]:
@@ -324,27 +326,6 @@ class Guard:
             yield
         except Exception as error:
             log.warning("step %d: %s failed: %s: %s", self.step, what, type(error).__name__, error)
-
-    # ---- buffers -----------------------------------------------------------------------------------------------------
-
-    def _keep_buffers(self) -> None:
-        self._buffers_of = self.step
-        with torch.no_grad():
-            for name, b in self.model.named_buffers():
-                if b.is_floating_point() and b.layout is torch.strided and bool(b.isfinite().all()):
-                    self._buffers[name] = b.detach().clone()
-
-    def _heal(self) -> None:
-        """Running statistics that a broken forward has turned into NaN would stay NaN: put back the last good ones."""
-        bad = [n for n, b in self.model.named_buffers() if n in self._buffers and not bool(b.isfinite().all())]
-        if self._ranks is not None:
-            bad = [name for names in self._ranks.gather(bad) for name in names]
-        with torch.no_grad():
-            for name, b in self.model.named_buffers():
-                kept = self._buffers.get(name)
-                if name in bad and kept is not None and kept.shape == b.shape:
-                    b.copy_(kept)
-                    self._tell("heal", f"buffer {name} had become infinite or NaN and is as it was before", buffer=name)
 
     # ---- telling -----------------------------------------------------------------------------------------------------
 
@@ -379,8 +360,7 @@ class Guard:
             **self.state.to_dict(),
             "step": self.step,
             "alert": self._alert,
-            "buffers": {name: b.clone() for name, b in self._buffers.items()},
-            "buffers_of": self._buffers_of,
+            **self._buffers.state_dict(),
             "losses": begun,
             "calls": self.recorder.state() if begun else None,
         }
@@ -388,17 +368,12 @@ class Guard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the guard that was saved would have."""
         loaded = GuardState.from_dict(state)
-        if loaded.raised and self._remedy is None:
-            raise CastwiseError("Amp.load_state_dict: the state has raised layers, and a plan cannot. Load it without.")
         self.state, self.step, self._alert = loaded, int(state["step"]), int(state["alert"])
         self.recorder.step, self.recorder.careful = self.step, self._alert > 0
-        places = dict(self.model.named_buffers())
-        self._buffers = {n: b.to(places[n].device, copy=True) for n, b in state["buffers"].items() if n in places}
-        self._buffers_of = int(state.get("buffers_of", self.step))
+        self._buffers.load_state_dict(state, self.step)
         self._losses = deque((self.step, Memory(loss)) for loss in state.get("losses", ()))
         self.recorder.load_state(state.get("calls"))
-        if self._remedy is not None:
-            self._remedy.apply(loaded.raised)
+        self._remedy.apply(loaded.raised)
 
 
 def _named(one: Raised) -> str:

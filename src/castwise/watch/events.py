@@ -20,8 +20,8 @@ class Event:
 
     Attributes:
         step: optimizer steps tried before it, skipped ones included.
-        name: "backoff", "overflow", "finding", "lower_scale", "raise", "give_back", "postpone", "heal", "scale_low",
-            "advice" or "stop".
+        name: "backoff", "overflow", "finding", "skip", "lower_scale", "raise", "give_back", "postpone", "heal",
+            "scale_low", "advice" or "stop".
         message: what happened, in words.
         data: the evidence, as plain data.
     """
