@@ -7,7 +7,8 @@
 Sections:
 
     step      a full training step: loss, backward, clipping, fused AdamW
-    counts    casts executed, bytes cast, bytes saved for backward, error against fp64 over several batches
+    counts    casts executed, bytes cast (forward and backward, and by the optimizer step), bytes saved for backward,
+              error against fp64 over several batches
     infer     a forward without gradients of 1 and of 64 tokens
     generate  tokens per second, one at a time, with keys and values kept
     follow    500 steps of training in the plan's formats beside fp32 from several seeds

@@ -36,6 +36,36 @@ class UNet(nn.Module):
         return self.leave(torch.cat((self.up(wide), kept), 1))
 
 
+class Bottleneck(nn.Module):
+    """Narrower inside, added to what came in."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        width = outside // 4
+        self.reduce, self.middle = nn.Conv2d(inside, width, 1, bias=False), nn.Conv2d(width, width, 3, stride, 1)
+        self.expand, self.skip = nn.Conv2d(width, outside, 1, bias=False), nn.Conv2d(inside, outside, 1, stride)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(size) for size in (width, width, outside, outside))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norms[0](self.reduce(x)), inplace=True)
+        y = self.norms[2](self.expand(F.relu(self.norms[1](self.middle(y)), inplace=True)))
+        y += self.norms[3](self.skip(x))
+        return F.relu(y, inplace=True)
+
+
+class ResNet(nn.Module):
+    """Bottlenecks after a strided stem, with what torchvision's does in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.blocks = nn.Sequential(nn.MaxPool2d(3, 2, 1), Bottleneck(16, 32, 1), Bottleneck(32, 64, 2))
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.flatten(self.pool(self.blocks(self.stem(x))), 1))
+
+
 class Detector(nn.Module):
     """Boxes and classes at two scales, the best few of which come out."""
 
@@ -105,6 +135,8 @@ def family(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     if name == "unet":
         return UNet(), (torch.randn(2, 3, 16, 16),)
+    if name == "resnet":
+        return ResNet(), (torch.randn(4, 3, 32, 32),)
     if name == "detector":
         return Detector(), (torch.randn(2, 3, 16, 16),)
     if name == "recommender":
@@ -113,7 +145,7 @@ def family(name: str) -> tuple[nn.Module, Any]:
     return model.eval(), inputs  # without dropout, whose noise would hide that of rounding
 
 
-FAMILIES = ("unet", "detector", "recommender", "bert", "gpt2", "llama", "t5", "vit", "whisper")
+FAMILIES = ("resnet", "unet", "detector", "recommender", "bert", "gpt2", "llama", "t5", "vit", "whisper")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
