@@ -64,10 +64,12 @@ COMMANDS = {
     "compare": Command(
         "castwise.watch.compare_cli", "run a step in float32 beside other precisions, layer by layer", extra="torch"
     ),
-    "convert": Command("castwise.onnx.cli", "convert an ONNX model to mixed precision, and check it", extra="onnx"),
+    "convert": Command(
+        "castwise._convert_cli", "convert an ONNX model or SavedModel to mixed precision, and check it", extra="onnx"
+    ),
     "verify": Command(
-        "castwise.onnx.cli",
-        "compare a converted ONNX model with the one it was made from",
+        "castwise._convert_cli",
+        "compare a converted ONNX model or SavedModel with the one it was made from",
         add_arguments="add_verify_arguments",
         main="main_verify",
         extra="onnx",

@@ -1,0 +1,323 @@
+"""A function's graph, with all that it calls, as the planner's graph.
+
+An operation is named by the names of the nodes that lead to it, with colons between them (``while:body:MatMul``), which
+is also how rewritings and reports name it. Calls are looked into, each by itself. A loop's body is in the graph once:
+what it computes counts for all iterations, and what it carries stays wide, as it would be rounded in each. The branches
+of a conditional are all there, and what they return stays wide. Variables, lists and whatever else holds state keep the
+dtypes they were written with.
+
+Two more things stay wide that a list of ops would lower. A product whose result goes into a loss: TensorFlow has no
+product of 16-bit tensors with a 32-bit result, and logits that are rounded move the loss by as much as they are large.
+And the operation that makes what a loop carries, since its rounding comes back in every iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from castwise.catalogue import OpClass, OpEntry, Rule, default_rule
+from castwise.graph import Graph, GraphBuilder, Kind
+from castwise.policy import Policy
+
+from ._control import changed_inputs, unchanged
+from ._internals import BRANCHES, CALLS, LOOPS, branch_graphs, called_graph, in_order, loop_graphs
+from ._replay import READS, joined, scope_of
+from ._rules import Choice, choice_for, entry_of, written
+from ._types import format_of
+from ._work import flops, shape_of, terms
+
+__all__ = ["Captured", "capture"]
+
+_NO_FORMAT = frozenset({OpClass.CREATE, OpClass.QUERY, OpClass.RANDOM, OpClass.QUANTIZE, OpClass.CAST})
+_GENERATED = frozenset(
+    {OpClass.ELEMENTWISE, OpClass.EXP_LOG, OpClass.REDUCTION, OpClass.NORM, OpClass.LOSS, OpClass.COPY, OpClass.COMPARE}
+)
+"""Classes whose operations XLA computes in one kernel with their neighbours."""
+_PASSES_LOGITS = frozenset({OpClass.ELEMENTWISE, OpClass.VIEW, OpClass.COPY})
+_MOST_STEPS_TO_A_LOSS = 4  # a bias, a temperature, a mask and a scale
+_TO_A_LOSS = "its result goes into a loss, and TensorFlow's 16-bit products round it"
+_CARRIED = "a loop carries its result: rounded, it would be in every iteration"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and what the front end needs to come back from it."""
+
+    graph: Graph
+    ops: Mapping[str, Any]
+    """Nodes by path."""
+    times: Mapping[str, int]
+    """How often each node runs in one call."""
+    wide: Mapping[str, str]
+    """Nodes that stay wide although their kind need not, and why, by path."""
+    written: Mapping[str, int]
+    """Path of a node -> the tensor that its first result is."""
+    inputs: Mapping[int, int]
+    """Position among the graph's inputs -> tensor."""
+    structure: str
+    """A digest of the nodes that the graph holds and of their dtypes, without sizes and names."""
+
+    def adjusted(self, path: str, choice: Choice, policy: Policy) -> Choice:
+        """The choice for a node, once it is seen where its result goes."""
+        reason = self.wide.get(path)
+        if reason is None or choice.rule in (Rule.HIGH, None):
+            return choice
+        usual = choice_for(Policy(format=policy.format), self.ops[path].type, "")
+        if choice.rule is not usual.rule or choice.reason != usual.reason:
+            return choice  # the user's own word
+        return replace(choice, rule=Rule.HIGH, dtype=None, reason=reason)
+
+
+def capture(
+    graph: Any,
+    results: int,
+    *,
+    trips: Mapping[str, int] | None = None,
+    training: bool = False,
+    fused: bool = False,
+    name: str = "",
+) -> Captured:
+    """The planner's graph of a function graph.
+
+    Args:
+        graph: the function's.
+        results: how many of its outputs are the function's results.
+        trips: how often loops run, by path.
+        training: whether the function will be differentiated.
+        fused: whether XLA compiles it.
+        name: of the function.
+    """
+    walker = _Walker(trips or {}, name or graph.name, training, fused)
+    captured = {tensor.name for tensor in graph.inputs[len(graph.inputs) - len(graph.captures) :]}
+    names = {
+        tensor.name: walker.tensor(tensor, Kind.CONSTANT if tensor.name in captured else Kind.INPUT)
+        for tensor in graph.inputs
+    }
+    given = list(names.values())
+    outs = walker.graph(graph, names, "", "", 1)
+    for number, (out, tensor) in enumerate(zip(outs[:results], graph.outputs[:results], strict=True)):
+        if tensor.dtype == tf.float32:
+            walker.passed(f"result{number}", [out], tensor, "what the caller gets keeps its dtype", kind=Kind.OUTPUT)
+    built = walker.build.build(training=training)
+    wide = _wide(built)
+    ops = tuple(replace(op, pin=wide[op.id]) if op.id in wide and not op.pin else op for op in built.ops)
+    return Captured(
+        replace(built, ops=ops),
+        walker.ops,
+        walker.times,
+        wide,
+        {path: built.tensor(found) for path, found in walker.written.items()},
+        {at: built.tensor(found) for at, found in enumerate(given)},
+        walker.digest.hexdigest(),
+    )
+
+
+def _wide(graph: Graph) -> dict[str, str]:
+    """Ops that stay wide because of where their results go."""
+    from castwise.catalogue import load_catalogue
+
+    entries = load_catalogue().entries
+    readers: dict[int, list[int]] = {}
+    for position, op in enumerate(graph.ops):
+        for tensor in set(op.inputs):
+            readers.setdefault(tensor, []).append(position)
+
+    def reaches_loss(position: int, steps: int) -> bool:
+        for tensor in graph.ops[position].outputs:
+            for reader in readers.get(tensor, ()):
+                entry = entries.get(graph.ops[reader].name)
+                if entry is None:
+                    continue
+                # log_softmax is the one exponential that is a loss but for a gather.
+                if entry.op_class is OpClass.LOSS or entry.name == "log_softmax":
+                    return True
+                if steps and entry.op_class in _PASSES_LOGITS and reaches_loss(reader, steps - 1):
+                    return True
+        return False
+
+    found: dict[str, str] = {}
+    for position, op in enumerate(graph.ops):
+        entry = entries.get(op.name)
+        if entry is not None and entry.product and reaches_loss(position, _MOST_STEPS_TO_A_LOSS):
+            found[op.id] = _TO_A_LOSS
+    writer = {tensor: op for op in graph.ops for tensor in op.outputs}
+    for op in graph.ops:
+        if op.pin == _CARRIED:
+            made = writer.get(op.inputs[0])
+            entry = entries.get(made.name) if made is not None else None
+            if made is not None and entry is not None and default_rule(entry, "bf16") is Rule.WIDEST:
+                found.setdefault(made.id, _CARRIED)
+    return found
+
+
+class _Walker:
+    """Walks a function graph once and builds the planner's."""
+
+    def __init__(self, trips: Mapping[str, int], name: str, training: bool, fused: bool) -> None:
+        self.build = GraphBuilder(name, framework="tensorflow")
+        self.trips, self.training, self.fused = trips, training, fused
+        self.ops: dict[str, Any] = {}
+        self.times: dict[str, int] = {}
+        self.written: dict[str, str] = {}
+        self.reads: dict[str, str] = {}  # the newest value of a variable, by the tensor of its handle
+        self.digest = hashlib.sha256()
+        self._count = 0
+
+    def tensor(self, tensor: Any, kind: Kind = Kind.ACTIVATION, repeats: int = 1, **more: Any) -> str:
+        """Declare a tensor, as large as all its repetitions together."""
+        self._count += 1
+        shape = shape_of(tensor)
+        shape = (repeats, *shape) if repeats > 1 else shape
+        more.setdefault("requires_grad", self.training and tensor.dtype == tf.float32 and kind is not Kind.CONSTANT)
+        size = tensor.dtype.size or 8
+        return self.build.tensor(
+            f"t{self._count}", shape, kind=kind, format=format_of(tensor.dtype), itemsize=size, **more
+        )
+
+    def graph(self, graph: Any, names: dict[str, str], layer: str, path: str, repeats: int) -> list[str]:
+        """Add the nodes of a graph; ``names`` says which tensors its inputs are. Returns those of its results."""
+        for op in in_order(graph):
+            self.node(op, names, joined(layer, scope_of(op.name)), path + op.name, repeats, layer)
+        return [names[tensor.name] for tensor in graph.outputs]
+
+    def node(self, op: Any, names: dict[str, str], layer: str, path: str, repeats: int, around: str) -> None:
+        """Add one node, or what it holds."""
+        given = [names[tensor.name] for tensor in op.inputs]
+        if op.type in CALLS:
+            inner = called_graph(op)
+            bound = {tensor.name: name for tensor, name in zip(inner.inputs, given, strict=True)}
+            # A function that was differentiated has more outputs than the call takes.
+            self.bind(op, self.graph(inner, bound, layer, f"{path}:", repeats)[: len(op.outputs)], names)
+        elif op.type in LOOPS:
+            self.loop(op, given, names, layer, path, repeats)
+        elif op.type in BRANCHES:
+            self.branches(op, given, names, layer, path, repeats)
+        elif op.type == "Const":
+            names[op.outputs[0].name] = self.written[path] = self.tensor(op.outputs[0], Kind.CONSTANT)
+        elif op.type == "ReadVariableOp":
+            if given[0] not in self.reads:
+                self.reads[given[0]] = self.written[path] = self.tensor(op.outputs[0], Kind.WEIGHT)
+            names[op.outputs[0].name] = self.reads[given[0]]
+        elif op.type in ("Identity", "IdentityN"):
+            self.bind(op, given, names)
+        else:
+            self.plain(op, given, names, layer, path, repeats)
+
+    @staticmethod
+    def bind(op: Any, found: Sequence[str], names: dict[str, str]) -> None:
+        """Say which tensors a node's results are."""
+        names.update((tensor.name, name) for tensor, name in zip(op.outputs, found, strict=True))
+
+    def plain(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
+        """Add a node that holds no function, unless it has no format to choose."""
+        entry = entry_of(op)
+        if op.type not in READS:
+            for name in given:
+                self.reads.pop(name, None)
+        floats = [at for at, tensor in enumerate(op.inputs) if tensor.dtype == tf.float32]
+        why = written(op)
+        if not why and entry is None:
+            why = "not in the catalogue: computed as written"
+        if not why and entry is not None and entry.op_class in _NO_FORMAT:
+            why = "its dtypes are part of what was written"
+        if entry is not None and entry.view and not why and len(floats) == 1:
+            self.bind(op, [given[floats[0]]] * len(op.outputs), names)
+            return
+        writes = [self.tensor(tensor, repeats=repeats) for tensor in op.outputs]
+        self.bind(op, writes, names)
+        self.ops[path], self.times[path] = op, repeats
+        if not writes and not floats:
+            return
+        self.digest.update(f"{op.type}{[f'{t.dtype.name}{t.shape.rank}' for t in op.outputs]};".encode())
+        summed = terms(op)
+        self.build.op(
+            path,
+            entry.name if entry is not None else op.type,
+            given,
+            writes,
+            layer=layer,
+            flops=repeats * flops(op),
+            selects=entry is not None and entry.selects,
+            promotes=not floats,
+            accumulates=self.accumulated(entry, op, summed),
+            fused=self.fused and entry is not None and entry.op_class in _GENERATED,
+            pin=why,
+        )
+        if len(writes) >= 1 and op.outputs[0].dtype == tf.float32:
+            self.written[path] = writes[0]
+
+    def accumulated(self, entry: OpEntry | None, op: Any, summed: int | None) -> int:
+        """How many terms a node sums in its own format."""
+        if entry is None or entry.accumulates_wide:
+            return 0
+        if summed is not None or entry.op_class is not OpClass.REDUCTION or not op.outputs:
+            return summed or 0
+        read, wrote = (float(flops_of) for flops_of in (_elements(op.inputs[0]), _elements(op.outputs[0])))
+        return max(1, int(read // max(1.0, wrote)))
+
+    def passed(self, path: str, found: list[str], tensor: Any, pin: str, repeats: int = 1, **more: Any) -> str:
+        """Add a step that only passes a tensor on, in the dtype it was written with."""
+        kept = {"keeps_format": True} if more.get("kind") is Kind.OUTPUT else {}
+        result = self.tensor(tensor, more.get("kind", Kind.ACTIVATION), repeats, **kept)
+        self.build.op(path, "identity", found, [result], selects=True, promotes=False, fused=True, pin=pin)
+        return result
+
+    def loop(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
+        """Add a loop: its body once, for all iterations, then its condition."""
+        cond, body = loop_graphs(op)
+        runs = repeats * max(1, self.trips.get(path, 1))
+        same = unchanged(body)
+        changes = changed_inputs(body) | changed_inputs(cond)
+        for at in changes:
+            self.reads.pop(given[at], None)
+        starts = [
+            name
+            if same[at] or tensor.dtype != tf.float32
+            else self.passed(f"{path}:in{at}", [name], tensor, "a loop carries it: as written", runs)
+            for at, (name, tensor) in enumerate(zip(given, body.inputs, strict=True))
+        ]
+        outs = self.graph(
+            body, dict(zip([t.name for t in body.inputs], starts, strict=True)), layer, f"{path}:body:", runs
+        )
+        self.graph(cond, dict(zip([t.name for t in cond.inputs], starts, strict=True)), layer, f"{path}:cond:", runs)
+        for at in changes:
+            self.reads.pop(given[at], None)
+        ends = [
+            given[at]
+            if same[at]
+            else out
+            if tensor.dtype != tf.float32
+            else self.passed(f"{path}:out{at}", [out], tensor, _CARRIED, runs)
+            for at, (out, tensor) in enumerate(zip(outs, op.outputs, strict=True))
+        ]
+        self.bind(op, ends, names)
+
+    def branches(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
+        """Add all branches of a conditional."""
+        every = []
+        graphs = branch_graphs(op)
+        changes = set().union(*map(changed_inputs, graphs))
+        for number, graph in enumerate(graphs):
+            bound = dict(zip([t.name for t in graph.inputs], given[1:], strict=True))
+            every.append(self.graph(graph, bound, layer, f"{path}:{number}:", repeats))
+        for at in changes:
+            self.reads.pop(given[at + 1], None)
+        for at, tensor in enumerate(op.outputs):
+            found = [outs[at] for outs in every]
+            names[tensor.name] = (
+                self.passed(f"{path}:out{at}", found, tensor, "the branches of a conditional agree in it", repeats)
+                if tensor.dtype == tf.float32
+                else found[0]
+            )
+
+
+def _elements(tensor: Any) -> int:
+    size = 1
+    for one in shape_of(tensor):
+        size *= one
+    return size

@@ -1,0 +1,224 @@
+"""``plan``: the format of every operation of a function decided together, by what it costs here and what it risks.
+
+    decided = plan(train_step, images, labels, policy="bfloat16")
+    print(decided.summary())
+    fast_step = autocast(train_step, plan=decided)
+
+    trace, capture, measure (or predict) costs, price roundings, solve, try
+
+Everything between tracing a function and rewriting it is the neutral planner. What operations cost alone is not what
+they cost together, so the end is measured as well: where the planned function is not faster than the one that was
+given, nothing is lowered.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from castwise._decide import is_wide
+from castwise.cost import Costs, roofline
+from castwise.errors import PlanError
+from castwise.formats import BF16, parse_format
+from castwise.hardware import Device, get_device
+from castwise.plan import solve
+from castwise.policy import Policy
+from castwise.risk import Risks
+
+from ._measure import alternating, kept_constants, measured_costs, unavailable, versions
+from ._plan import Plan, as_tensorflow
+from ._risk import measured_risks
+from ._rules import device_here, resolve
+from ._types import dtype_of
+from .autocast import autocast, is_polymorphic, results_of, traced
+from .capture import Captured, capture
+
+__all__ = ["plan"]
+
+log = logging.getLogger("castwise.tensorflow.plan")
+
+_WORTHWHILE = 1.05
+"""How much faster than the function as written a plan must be: two runs of one function differ by a few percent."""
+_TOLERATED = 1.25
+"""How far the measured error may exceed the one that was budgeted for before the plan is solved again."""
+_MOST_TIGHTENINGS = 3
+_SECONDS = 1.0
+
+
+def plan(
+    fn: Any,
+    *args: Any,
+    policy: Policy | str = "auto",
+    device: Device | str | None = None,
+    budget: float | None = None,
+    batches: Sequence[tuple[Any, ...]] = (),
+    training: bool = False,
+    trips: int = 1,
+    seconds: float = 20.0,
+    **kwargs: Any,
+) -> Plan:
+    """Decide the format of every operation of ``fn`` together, for arguments like these.
+
+    Args:
+        fn: a ``tf.function`` or ``ConcreteFunction``.
+        args: example arguments, with real values: what rounding does is measured on them.
+        policy: rules that the plan keeps, and its format. "auto" plans the format that the device computes natively;
+            where it has none, nothing is lowered.
+        device: a device to plan for by its data sheet, instead of measuring this one.
+        budget: the largest relative error of the results; where not given, what the policy's own op-by-op rules make.
+        batches: more arguments, each a tuple as ``args``, to average roundings over.
+        training: whether ``fn`` will be differentiated; not where it trains by itself.
+        trips: how often a loop runs, where its graph does not say.
+        seconds: how long measuring operations may take.
+        kwargs: further arguments of ``fn``.
+
+    Returns:
+        The plan, for ``autocast(fn, plan=...)``.
+
+    Raises:
+        PlanError: no plan meets the budget, or the function's results are not finite.
+        PolicyError: the policy asks for what TensorFlow cannot compute in.
+    """
+    asked = Policy.coerce(policy)
+    wanted = get_device(device) if isinstance(device, str) else device
+    resolved = asked.resolve(wanted) if wanted is not None else resolve(asked)
+    function = fn if hasattr(fn, "function_type") or is_polymorphic(fn) else tf.function(fn)
+    concrete = traced(function, args, kwargs) if is_polymorphic(function) else function
+    name = wanted.name if wanted is not None else _name_here()
+    compiled = "_XlaMustCompile" in concrete.function_def.attr
+    loops = _Trips(trips)
+    captured = capture(concrete.graph, results_of(concrete), trips=loops, training=training, fused=compiled)
+    if is_wide(resolved.low_format):
+        return _nothing(captured, resolved, name)
+    fmt = resolved.low_format.name
+    flat = [_flat(concrete, given, kwargs) for given in (args, *batches)]
+    before = [(variable, variable.read_value()) for variable in concrete.graph.variables]
+    try:
+        risks = measured_risks(captured, concrete, fmt, flat)
+        costs = (
+            _predicted(captured, wanted, fmt)
+            if wanted is not None
+            else measured_costs(captured, fmt, name, seconds=seconds)
+        )
+        allowed = None if budget is None else budget**2 * risks.reference
+        if budget is not None and not risks.measured:
+            raise PlanError("A budget was given, but no rounding could be priced here. Leave it out.")
+        made = solve(captured.graph, costs, risks, resolved, budget=allowed, versions=versions())
+        found = as_tensorflow(made, captured.structure)
+        return _tried(concrete, found, resolved, args, kwargs, timed=wanted is None)
+    finally:
+        for variable, value in before:  # a function that trains was run to be measured
+            variable.assign(value)
+
+
+class _Trips(dict[str, int]):
+    """How often loops run: the same for all."""
+
+    def __init__(self, trips: int) -> None:
+        super().__init__()
+        self.trips = trips
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.trips
+
+
+def _name_here() -> str:
+    device = device_here()
+    return device.name if device is not None else "this device"
+
+
+def _flat(concrete: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    bound = concrete.function_type.bind(*args, **kwargs)
+    return [tf.convert_to_tensor(one) for one in concrete.function_type.unpack_inputs(bound)]
+
+
+def _nothing(captured: Captured, policy: Policy, device: str) -> Plan:
+    """The plan that lowers nothing."""
+    tensors, ops = np.zeros(len(captured.graph.tensors)), np.zeros(len(captured.graph.ops))
+    costs = Costs(BF16.name, ops, ops, tensors, tensors, tensors > 0, device)
+    wide = replace(policy, format="float32")
+    made = solve(captured.graph, costs, Risks.unmeasured(captured.graph, BF16.name), wide, versions=versions())
+    return replace(as_tensorflow(made, captured.structure), error=0.0)
+
+
+def _predicted(captured: Captured, device: Device, fmt: str) -> Costs:
+    """Costs from the data sheet. Constants are cast when the function is traced, and weights in each call."""
+    costs = roofline(captured.graph, device, fmt, keep_low_weights=False)
+    kept = kept_constants(captured)
+    lacking = {**unavailable(captured, dtype_of(parse_format(fmt))), **costs.unavailable}
+    low = costs.low.copy()
+    low[list(lacking)] = np.inf
+    return replace(
+        costs,
+        low=low,
+        down=np.where(kept, 0.0, costs.down),
+        up=np.where(kept, 0.0, costs.up),
+        kept=costs.kept | kept,
+        unavailable=lacking,
+    )
+
+
+def _tried(fn: Any, found: Plan, policy: Policy, args: Any, kwargs: Any, *, timed: bool) -> Plan:
+    """The plan once it was run: within its error, and faster than the function as it was written."""
+    if not found.labels.any():
+        return replace(found, error=0.0)
+    wanted = _numbers(fn(*args, **kwargs))
+    allowed = found.problem.risks.relative(found.budget or 0.0) if found.problem.risks.measured else None
+    for _ in range(_MOST_TIGHTENINGS):
+        planned = autocast(fn, plan=found)
+        error = _error(_numbers(planned(*args, **kwargs)), wanted)
+        found = replace(found, error=error)
+        if not allowed or error <= allowed * _TOLERATED:
+            break
+        log.info("the error is %.3g where %.3g is allowed: solving again", error, allowed)
+        problem, scale = found.problem, min(0.9, allowed / error) if np.isfinite(error) else 0.1
+        made = solve(
+            problem.graph,
+            problem.costs,
+            problem.risks,
+            policy,
+            budget=found.score.noise * scale**2,
+            versions=versions(),
+        )
+        found = as_tensorflow(made, found.structure)
+        if not found.labels.any():
+            return replace(found, error=0.0)
+    else:
+        return _as_written(found, f"tried as a whole, the results were off by more than {allowed:.3g}")
+    return _timed(fn, planned, found, args, kwargs) if timed else found
+
+
+def _timed(original: Any, planned: Any, found: Plan, args: Any, kwargs: Any) -> Plan:
+    runs = [lambda: original(*args, **kwargs), lambda: planned(*args, **kwargs)]
+    times = alternating(runs, time.perf_counter() + 10 * _SECONDS, _SECONDS)
+    seconds = {"as written": times[0], "planned": times[1]}
+    if times[1] * _WORTHWHILE > times[0]:
+        reason = f"measured as a whole, the planned function took {times[1]:.3g} s, the one given {times[0]:.3g} s"
+        return replace(_as_written(found, reason), seconds=seconds)
+    return replace(found, seconds=seconds)
+
+
+def _as_written(found: Plan, reason: str) -> Plan:
+    log.info("%s: nothing is lowered", reason)
+    return replace(found.relabelled(np.zeros_like(found.labels), reason), error=0.0)
+
+
+def _numbers(results: Any) -> list[Any]:
+    flat = tf.nest.flatten(results, expand_composites=True)
+    return [one.numpy().astype(np.float64) for one in flat if tf.is_tensor(one) and one.dtype.is_floating]
+
+
+def _error(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+    off = total = 0.0
+    for one, other in zip(ours, theirs, strict=True):
+        finite = np.isfinite(other)
+        off += float(np.square(one - other)[finite].sum())
+        total += float(np.square(other)[finite].sum())
+    found = float(np.sqrt(off / total)) if total else float(np.sqrt(off))
+    return found if np.isfinite(found) else float("inf")
