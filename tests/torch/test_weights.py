@@ -14,6 +14,7 @@ from castwise.errors import CastwiseError, PolicyError
 from castwise.policy import Policy
 from castwise.scaling import ScalingConfig
 from castwise.torch import Amp, Lion, _fused
+from castwise.torch._adafactor_shards import step_shards
 from castwise.torch._casts import CastCache
 from castwise.torch._noise import Noise
 from castwise.torch._stepping import Stepper
@@ -414,6 +415,26 @@ def test_an_implementation_that_was_asked_for_is_used(options: dict[str, Any]) -
     p = nn.Parameter(torch.ones(2))
     mine = stepper(torch.optim.AdamW([p], 0.1, **options))
     assert "another implementation" in mine._fused.why_not()
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}, {"eps": (1e-8, 1e-2), "d": 1.5}])
+def test_adafactor_for_shards_is_torchs_own_on_whole_tensors_and_calls_its_hooks(options: dict[str, Any]) -> None:
+    shapes, called = ((6, 5), (7,), (2, 3, 4)), []
+    torch.manual_seed(0)
+    mine = [nn.Parameter(torch.randn(*shape)) for shape in shapes]
+    own = [nn.Parameter(p.detach().clone()) for p in mine]
+    one, other = (torch.optim.Adafactor(each, 1e-2, **options) for each in (mine, own))
+    one.register_step_pre_hook(lambda *_: called.append("before"))
+    one.register_step_post_hook(lambda *_: called.append("after"))
+    for _ in range(4):
+        for p, q in zip(mine, own, strict=True):
+            p.grad = q.grad = torch.randn(p.shape)
+        step_shards(one)
+        other.step()
+    assert called == ["before", "after"] * 4
+    for p, q in zip(mine, own, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+        assert one.state[p].keys() == other.state[q].keys()
 
 
 def test_a_scheduler_sees_the_step_and_does_not_warn() -> None:

@@ -8,11 +8,12 @@ Names and meaning of state and options are those of `torch.optim.Adafactor` (Sha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Adafactor, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 __all__ = ["has_shards", "step_shards"]
 
@@ -27,11 +28,20 @@ def has_shards(optimizer: Optimizer) -> bool:
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
     """Step all parameters that have a gradient. Every rank has to call it."""
+    _call(torch_optimizer._global_optimizer_pre_hooks, optimizer)
+    _call(optimizer._optimizer_step_pre_hooks, optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
                 _step(p, -p.grad if group["maximize"] else p.grad, _begun(p, optimizer.state[p]), group)
     optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether step came first
+    _call(optimizer._optimizer_step_post_hooks, optimizer)
+    _call(torch_optimizer._global_optimizer_post_hooks, optimizer)
+
+
+def _call(hooks: Mapping[int, Any], optimizer: Optimizer) -> None:
+    for hook in hooks.values():
+        hook(optimizer, (), {})
 
 
 def _step(p: Any, gradient: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
