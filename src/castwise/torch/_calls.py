@@ -24,13 +24,17 @@ from ._arguments import (
     WIDTH,
     fitted,
     has_large_constant,
+    is_mask,
+    is_outer_product,
     is_shape,
     leads_low,
     low_beside_wide,
     says_formats,
     shared_format,
     sums_nothing,
+    updates_statistics,
     widened,
+    with_mask_in,
 )
 from ._casts import CastCache, to_saturated
 from ._traced import traced_by_dynamo
@@ -63,7 +67,8 @@ class Call:
         only_constants: torch's own kernel does what the rule says but for constants outside the format.
         stores_constant: a Python constant lands in the result (masked_fill, full_like): it saturates to the result's
             range.
-        contracts: a product of two activations whose contraction length is its first argument's last dimension.
+        contracts: a product of activations: the place of the argument whose last dimension is summed over.
+        added: an operand that is added to what the op computes, a mask for example: its place and its name.
         wide_parameters: the first argument leads, and float32 parameters beside a 16-bit one are right as they are.
         no_kernel: 16-bit dtypes for which this device has no kernel.
         descend: the body of a Python composite, to be entered instead of cast as one op.
@@ -80,7 +85,8 @@ class Call:
     writes_first: bool = False
     stores_constant: bool = False
     only_constants: bool = False
-    contracts: bool = False
+    contracts: int | None = None
+    added: tuple[int, str] | None = None
     wide_parameters: bool = False
     no_kernel: frozenset[torch.dtype] = frozenset()
     descend: Function | None = None
@@ -142,7 +148,10 @@ class Casting:
     def _quick_low(self, call: Call, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arithmetic = call.arithmetic
         assert arithmetic is not None
-        if call.contracts and (not args or type(args[0]) not in TENSORS or sums_nothing(args[0])):
+        place = call.contracts
+        if place is not None and (len(args) <= place or type(args[place]) not in TENSORS or sums_nothing(args[place])):
+            return self.run(call, function, args, kwargs)
+        if call.added is not None and is_mask(call.added, args, kwargs):
             return self.run(call, function, args, kwargs)
         dtype, emulated = arithmetic.dtype, arithmetic.emulated
         enter, key = (arithmetic.enter, arithmetic.fmt.name) if emulated else (_TO[dtype], dtype)
@@ -235,9 +244,8 @@ class Casting:
             if x.dtype not in CASTABLE or (not traced and x.layout not in _DENSE):
                 # float64, complex, sparse: not ours to round
                 return self._follow(call, function, args, kwargs, floats)
-        first = args[0] if args else kwargs.get("input")
-        if call.contracts and floats and first is floats[0] and sums_nothing(floats[0]):
-            return self._follow(call, function, args, kwargs, floats)  # an outer product: nothing to gain by rounding
+        if call.contracts is not None and floats and is_outer_product(call.contracts, args, kwargs, floats):
+            return self._follow(call, function, args, kwargs, floats)  # nothing to gain by rounding
         dtype = arithmetic.dtype
         if not arithmetic.emulated and all(x.dtype is dtype for x in floats):
             return function(*args, **kwargs)
@@ -248,8 +256,10 @@ class Casting:
         def cast(x: torch.Tensor) -> torch.Tensor:
             return cache.get(x, key, enter) if keeps else enter(x)
 
+        if call.added is not None and is_mask(call.added, args, kwargs):
+            args, kwargs = with_mask_in(dtype, call.added, args, kwargs)
         if kwargs:
-            kwargs = {k: self._mapped(v, cast, CASTABLE) for k, v in self._masks(kwargs, dtype).items()}
+            kwargs = {k: self._mapped(v, cast, CASTABLE) for k, v in kwargs.items()}
         function = call.emulate_as or function
         result = function(*[self._mapped(a, cast, CASTABLE) for a in args], **kwargs)
         return self._mapped(result, arithmetic.leave, CASTABLE) if arithmetic.emulated else result
@@ -290,6 +300,8 @@ class Casting:
                 return self._through_wide(function, args, kwargs)
             if keep is None:
                 target = torch.float32
+        if call.writes_first and call.added is not None and target not in LOW:
+            return function(*args, **kwargs)  # torch's own kernel adds to what is wider than the mask
         if call.stores_constant and target in LOW:
             args, kwargs = fitted(call.name, args, kwargs, target, keep)
         others = frozenset({x.dtype for x in floats} - {target})
@@ -299,11 +311,18 @@ class Casting:
         def cast(x: torch.Tensor) -> torch.Tensor:
             if x is keep:
                 return x
-            if call.stores_constant and not x.dim():
+            if call.stores_constant and (not x.dim() or (call.writes_first and call.added is not None)):
                 return to_saturated(x, target)
-            return x.to(target)
+            made.append((x, x.to(target)))
+            return made[-1][1]
 
-        return self._with(function, args, kwargs, cast, others & CASTABLE)
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        result = self._with(function, args, kwargs, cast, others & CASTABLE)
+        if call.wide_parameters and updates_statistics(call.name, args, kwargs):
+            for x, y in made:  # the running mean and variance: 16-bit buffers
+                if x.dim() == 1 and not x.requires_grad and not isinstance(x, Parameter):
+                    x.copy_(y)
+        return result
 
     def _through_wide(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An in-place op without a low kernel: on a wide copy of its destination, which is then written back."""
@@ -317,12 +336,6 @@ class Casting:
 
     # ---- arguments ----
 
-    def _masks(self, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        mask = kwargs.get("attn_mask")
-        if isinstance(mask, torch.Tensor) and mask.dtype in CASTABLE and mask.dtype is not dtype:
-            return {**kwargs, "attn_mask": to_saturated(mask, dtype)}
-        return kwargs
-
     def _with(
         self,
         function: Function,
@@ -333,7 +346,7 @@ class Casting:
     ) -> Any:
         args = tuple([self._mapped(a, cast, dtypes) for a in args])
         if kwargs:
-            kwargs = {k: self._mapped(v, cast, dtypes) for k, v in kwargs.items()}
+            kwargs = {k: v if k == "out" else self._mapped(v, cast, dtypes) for k, v in kwargs.items()}
         return function(*args, **kwargs)
 
     def _floats(self, args: Iterable[Any], found: list[torch.Tensor]) -> list[torch.Tensor]:

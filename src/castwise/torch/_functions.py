@@ -59,7 +59,7 @@ def base_name(function: Function) -> tuple[str, bool]:
         if inner[:1] == "r" and hasattr(torch.Tensor, f"__{inner[1:]}__"):
             return _DUNDERS.get(inner[1:], inner[1:]), False
         return _DUNDERS.get(inner, inner), False
-    if name.endswith("_") and not name.startswith("_"):
+    if name.endswith("_"):
         return name[:-1], True
     return name, False
 

@@ -26,6 +26,8 @@ import torch
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode, redispatch_function
 
+from castwise.policy import Rule
+
 from ._calls import Call, Casting
 from ._casts import CastCache, run_and_tell
 from ._functions import trace_as
@@ -153,7 +155,11 @@ class Region(TorchFunctionMode):
         if call is _NEW:
             call = self.rules.learn(func)
         if call is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            if not kwargs:
+                return func(*args)
+            if not _writes_out(func, kwargs):
+                return func(*args, **kwargs)
+            call = _INTO
         kwargs = kwargs or {}
         if call.untold:  # whoever steps it, and in whatever context: the weights are the same
             return run_and_tell(func, args, kwargs)
@@ -175,7 +181,9 @@ class Region(TorchFunctionMode):
             return func(*args, **kwargs)
         call = getattr(self.rules.traced, self.rules.name_of(func))
         if call is None:
-            return trace_as(func)(*args, **kwargs)
+            if not _writes_out(func, kwargs):
+                return trace_as(func)(*args, **kwargs)
+            call = _INTO
         if call.bodies:
             return call_inside(self, call.name, func, args, kwargs)
         if call.untold or not self.enabled or _autocast_depth() > self._depth:
@@ -214,6 +222,14 @@ class Region(TorchFunctionMode):
     def again(self) -> Region:
         """An equal region, to be entered anew."""
         return Region(self.rules, self.cache, enabled=self.enabled, log=self.log)
+
+
+# Ops that need nothing otherwise, sort and gather for example, refuse `out=` of another format than their input's.
+_INTO = Call("out", Rule.WIDEST, reason="follows the format of what it is written to")
+
+
+def _writes_out(function: Function, kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("out") is not None and isinstance(function, types.BuiltinFunctionType)
 
 
 def _innermost(regions: tuple[Region, ...], device_type: str) -> Region | None:

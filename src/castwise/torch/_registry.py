@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from castwise.errors import CatalogueError, did_you_mean
+from castwise.errors import CatalogueError, FormatError, did_you_mean
 from castwise.formats import parse_format
 
 from ._functions import written_arguments
@@ -50,7 +50,10 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
     """
     if not isinstance(rule, str):
         raise CatalogueError(f"register_op: rule {rule!r} is no name. Use one of {', '.join(_SETTINGS)}.")
-    setting = rule if cast_inputs is None else parse_format(cast_inputs).name
+    try:
+        setting = rule if cast_inputs is None else parse_format(cast_inputs).name
+    except FormatError as error:
+        raise CatalogueError(f"register_op: cast_inputs: {error} Use torch.float32, float16 or bfloat16.") from None
     if cast_inputs is None and setting not in _SETTINGS:
         raise CatalogueError(
             f"register_op: {rule!r} is not a rule.{did_you_mean(rule, _SETTINGS)} Use one of {', '.join(_SETTINGS)}."
@@ -80,25 +83,29 @@ def register_op(op: Any, rule: str = "low", *, cast_inputs: torch.dtype | str | 
 
 def _register_function(cls: type[torch.autograd.Function], setting: str) -> None:
     """Regions cannot see `Function.apply`, so the class itself is given an `apply` that casts first."""
-    plain = getattr(cls, "_castwise_plain_apply", None) or cls.apply
+    plain = getattr(cls, "_castwise_plain_apply", None) or getattr(cls.apply, "__func__", None)
+    if plain is None:
+        raise CatalogueError(
+            f"register_op: {cls.__qualname__}.apply is not a class method, as torch's is. Make it one."
+        )
 
     @functools.wraps(plain)
     @as_is_inside
-    def apply(*args: Any, **kwargs: Any) -> Any:
+    def apply(own: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:  # `own`: a subclass inherits this
         from ._region import current_region
         from .autocast import autocast
 
         region = current_region()
         if region is None or not region.enabled or setting == "keep":
-            return plain(*args, **kwargs)
-        call = region.rules.registered_call(cls.__name__, setting)
+            return plain(own, *args, **kwargs)
+        call = region.rules.registered_call(own.__name__, setting)
         assert call is not None  # only "keep" has none
 
         def run(*a: Any, **k: Any) -> Any:
             with autocast(region.rules.device_type, enabled=False):
-                return plain(*a, **k)
+                return plain(own, *a, **k)
 
         return region.casting.run(call, run, args, kwargs)
 
-    cls._castwise_plain_apply = plain  # type: ignore[attr-defined]
-    cls.apply = apply  # type: ignore[method-assign]
+    cls._castwise_plain_apply = staticmethod(plain)  # type: ignore[attr-defined]
+    cls.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

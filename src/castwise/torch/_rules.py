@@ -29,9 +29,12 @@ Function = Callable[..., Any]
 _IGNORED = frozenset(
     {OpClass.VIEW, OpClass.CAST, OpClass.INTEGER, OpClass.QUERY, OpClass.CONTROL, OpClass.COMMUNICATION}
 )
-# Products whose first argument has the contraction as its last dimension. Of length 1 there is nothing to sum and
+# Products, and the place of the argument whose last dimension they sum over. Of length 1 there is nothing to sum and
 # nothing to gain, and what is rounded is often a position or a time step (rotary embeddings, regression inputs).
-_CONTRACTS_LAST = frozenset({"matmul", "bmm", "mm", "linear"})
+_CONTRACTS = {"matmul": 0, "bmm": 0, "mm": 0, "linear": 0, "addmm": 1, "addbmm": 1, "baddbmm": 1, "einsum": 0}
+# Operands that are added, which may be masks of constants beyond the format.
+_ADDS = dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "addr"), (0, "input"))
+_ADDS |= {"scaled_dot_product_attention": (3, "attn_mask"), "add": (1, "other"), "sub": (1, "other")}
 
 
 class Rules:
@@ -111,7 +114,8 @@ class Rules:
         rule = decision.rule
         if low is not None and not low.emulated and low.dtype in gaps:
             rule = Rule.HIGH
-        constant = entry is not None and entry.stores_constant
+        # What is compared with a constant may hold that constant: both have to saturate alike.
+        constant = entry is not None and (entry.stores_constant or entry.op_class is OpClass.COMPARE)
         follows = rule is Rule.WIDEST and not gaps and _torch_follows(entry)
         if follows and not constant:
             return None
@@ -123,8 +127,9 @@ class Rules:
             wide=wide,
             writes_first=info.writes_first,
             stores_constant=constant,
-            only_constants=constant and follows,
-            contracts=info.name in _CONTRACTS_LAST,
+            only_constants=constant and follows and not (info.writes_first and info.name in _ADDS),
+            contracts=_CONTRACTS.get(info.name),
+            added=_ADDS.get(info.name),
             wide_parameters=entry is not None and entry.op_class is OpClass.NORM and entry.mixed is Mixed.KEEP,
             no_kernel=gaps,
             emulate_as=stepwise(info.name, low) if low is not None and low.emulated else None,

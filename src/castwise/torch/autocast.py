@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from castwise.errors import CastwiseError, PolicyError
+from castwise.errors import CastwiseError, FormatError, PolicyError
 from castwise.formats import parse_format
 from castwise.policy import Policy
 
@@ -46,10 +46,13 @@ def default_device_type() -> str:
 def _dtype_policy(device_type: str, dtype: torch.dtype | None) -> Policy:
     if dtype is None:
         dtype = torch.get_autocast_dtype(device_type)
-    fmt = parse_format(dtype)
-    if fmt.name not in ("fp16", "bf16", "fp32"):
+    try:
+        fmt = parse_format(dtype)
+    except FormatError:
+        fmt = None
+    if fmt is None or fmt.name not in ("fp16", "bf16", "fp32"):
         raise PolicyError(
-            f"autocast: dtype {dtype} is not one to compute in; use torch.float16, torch.bfloat16 or torch.float32, "
+            f"autocast: dtype {dtype!r} is not one to compute in; use torch.float16, torch.bfloat16 or torch.float32, "
             "or policy= for anything else"
         )
     return Policy.preset(fmt.long_name)

@@ -70,6 +70,8 @@ def custom_fwd(
     """
     if cast_inputs is not None and policy is not None:
         raise PolicyError("custom_fwd: cast_inputs= turns casting off and policy= asks for it; give one of the two")
+    if device_type is not None and not isinstance(device_type, str):
+        raise ValueError(f"custom_fwd: device_type must be a string such as 'cuda', not {device_type!r}")
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs, policy=policy)
 
