@@ -550,3 +550,25 @@ def test_a_model_in_a_wrapper_for_several_processes_is_seen_through(tmp_path: An
             assert (found.layer, found.kind, found.phase) == ("blocks.1", Kind.RANGE, phase)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_buffer_that_was_bad_is_told_from_the_statistics_that_it_spoilt() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift: torch.Tensor
+            self.register_buffer("shift", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.shift
+
+    model = nn.Sequential(nn.BatchNorm1d(8), Shifted(), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    amp = amp_for(model)
+    for bad in (False, True, False):
+        if bad:
+            model.get_buffer("1.shift")[2] = NAN
+        with amp:
+            loss = total(model(inputs()))
+        assert amp.step(loss).stepped is not bad
+    assert amp.finding is not None and amp.finding.source == "buffer 1.shift"
+    assert {e.data["buffer"] for e in amp.events if e.name == "heal"} >= {"1.shift", "2.running_mean"}

@@ -62,6 +62,7 @@ class Replay:
         self.planned = planned
         self.ranks = ranks
         self._told = False
+        self.written: set[str] = set()  # buffers that the last repetition wrote, such as running statistics
 
     def traced(self, call: Call, context: Context, factor: float = 1.0) -> Repeat:
         """Forward and backward of one call under a trace.
@@ -194,6 +195,7 @@ class Replay:
         finally:
             for module, implementation in zip(compiled, kept, strict=True):
                 module.__dict__["_compiled_call_impl"] = implementation
+            self.written = {name for name, (b, before) in buffers.items() if not torch.equal(b, before)}
             with torch.no_grad():
                 for b, before in buffers.values():
                     b.copy_(before)
