@@ -11,7 +11,7 @@ A plan fixes a model's operations, so there the operation stands in every layer,
 Each case trains two healthy steps, then breaks. An attribution is right when layer, phase and kind are all right; of a
 plan's operations the line too, since what runs is no line of the program. A fault is recovered when the guard let
 training go on as it should: layers raised or the scale lowered so that the next step is taken, a bad batch passed over,
-or the run stopped with the reason where nothing can help.
+a buffer put back as it was, or the run stopped with the reason where nothing can help.
 """
 
 from __future__ import annotations
@@ -199,7 +199,9 @@ def attempt(kind: Kind, fault: Fault, layer: str, seed: int, how: str = "") -> t
     right = said == (fault.cause.value, fault.phase, f"{run.prefix}{layer}" if layer else "", source)
     if fault.where == "switch" and not source:
         right &= "_faults.py" in found.data["line"] and "in forward" in found.data["line"]
-    recovered = stopped if fault.cause is Cause.BROKEN else all(taken[-2:]) and not stopped
+    mended = any(e.name == "heal" and source == f"buffer {e.data['buffer']}" for e in run.amp.events)
+    helpless = fault.cause is Cause.BROKEN and not mended
+    recovered = stopped if helpless else all(taken[-2:]) and not stopped
     return "right" if right else "wrong", recovered, str(found.message)
 
 
