@@ -6,7 +6,9 @@
 Peaks of the second of two whole steps (forward, backward, clip, AdamW) with everything that is there before them, by
 torch's own record of each allocation: its profiler's on CPUs, `max_memory_allocated` on CUDA devices. torch.amp's step
 is autocast, unscaled, clipped and stepped by fused AdamW. On a machine that emulates the format, Castwise's rows count
-what emulation takes too, predicted and measured alike, but for those that say native.
+what emulation takes too, predicted and measured alike, but for those that say native. Those are predicted for a machine
+with the format's own arithmetic: where this one has none, its 16-bit kernels take and leave other buffers, which the
+table shows and the verdict leaves out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from castwise.formats import BF16
+from castwise.hardware import detect
 from castwise.study.tasks.text import GPT
 from castwise.torch import Amp
 from castwise.torch.memory import Workload, predict
@@ -204,7 +208,7 @@ def main() -> None:
     parser.add_argument("--native", action="store_true", help="each mode with the processor's own 16-bit kernels too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows, worst = [], 0.0
+    rows, worst, native_here = [], 0.0, detect("cpu").native(BF16)
     for name, (work, batch, seq) in WORKLOADS.items():
         if args.only not in name:
             continue
@@ -219,12 +223,14 @@ def main() -> None:
             for native in (False, True) if mode == _SMALLEST or (args.native and policy != "float32") else (False,):
                 expected = predict(work, policy, batch=batch, seq=seq, weights=weights, native=native, **options).peak
                 seen = castwise_peak(work, batch, seq, mode, native)
-                worst = max(worst, abs(expected / seen - 1.0))
+                if native_here or not native:
+                    worst = max(worst, abs(expected / seen - 1.0))
                 cells = [f"{expected / 2**20:.1f}", f"{seen / 2**20:.1f}", f"{expected / seen - 1.0:+.1%}"]
                 rows.append([name, mode + (", native" if native else ""), *cells, f"{seen / base:.2f}"])
                 print(*rows[-1], sep="  ", flush=True)
     print(table(["workload", "step", "predicted MiB", "measured MiB", "off by", "of torch's fp32"], rows))
-    print(f"\nfurthest off: {worst:.1%}")
+    told = "" if native_here else " (native rows left out: this CPU computes bfloat16 by other kernels)"
+    print(f"\nfurthest off: {worst:.1%}{told}")
     raise SystemExit(worst > 0.05)
 
 

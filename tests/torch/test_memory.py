@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +94,23 @@ CONVNET = Workload(
     cross_entropy,
     adamw,
 )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+LSTM = Workload(
+    Recurrent,
+    lambda b, s: (torch.randn(b, s or 16, 64), torch.randint(0, 10, (b,))),
+    cross_entropy,
+    adamw,
+)
 CLONED = Workload(
     lambda: nn.Sequential(
         nn.Embedding(64, 64),
@@ -106,12 +124,30 @@ CLONED = Workload(
 
 
 @pytest.mark.parametrize(
+    ("steps", "samples", "width", "hidden"),
+    [(32, 16, 64, 256), (8, 4, 64, 64), (33, 7, 64, 512), (20, 5, 300, 100), (16, 16, 512, 64), (24, 6, 40, 72)],
+)
+def test_onednns_lstm_keeps_the_workspace_that_is_counted(steps: int, samples: int, width: int, hidden: int) -> None:
+    def workspace() -> int:
+        x, state = torch.randn(steps, samples, width), torch.zeros(samples, hidden)
+        weights = [torch.randn(4 * hidden, n) for n in (width, hidden)] + [torch.randn(4 * hidden)] * 2
+        flags = (False, [], 2, hidden, 1, True, False, False, True)  # forwards, no batch sizes, an LSTM of one layer
+        return torch.ops.aten.mkldnn_rnn_layer(x, *weights, state, state, *flags)[3].nbytes
+
+    with FakeTensorMode(), StorageCount():
+        counted = workspace()
+    assert counted == pytest.approx(workspace(), abs=10 * 4096)  # buffers begin on pages
+
+
+@pytest.mark.parametrize(
     ("work", "policy", "weights"),
     [
         (TEXT, "float32", "auto"),
         (CLONED, "float32", "auto"),
         (CONVNET, "float32", "auto"),
         (CONVNET, "bfloat16", "auto"),
+        (LSTM, "float32", "auto"),
+        (LSTM, "bfloat16", "auto"),
         (TEXT, "bfloat16", "auto"),
         (TEXT, "bfloat16", "split"),
         (MLP, "bfloat16", "auto"),
@@ -122,6 +158,8 @@ CLONED = Workload(
         "cloned layers",
         "convnet fp32",
         "convnet bf16",
+        "lstm fp32",
+        "lstm bf16",
         "gpt bf16",
         "gpt split",
         "mlp bf16",

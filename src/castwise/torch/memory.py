@@ -3,8 +3,8 @@
 Fake tensors have shapes, dtypes and lifetimes, and no values. A step run on them makes and drops the same storages as a
 real one, whatever the model does, so that the peak is counted, not estimated: parameters, gradients, optimizer state,
 casts of weights, what autograd saves, and what ops need while they run. Of what kernels allocate inside themselves the
-copies of oneDNN's convolutions are counted. Not counted are the workspace of its LSTM, the buffers of 16-bit kernels on
-processors without 16-bit arithmetic, and what an allocator wastes by rounding and fragments.
+copies of oneDNN's convolutions and the workspace of its LSTM are counted. Not counted are the buffers of 16-bit kernels
+on processors without 16-bit arithmetic, and what an allocator wastes by rounding and fragments.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ __all__ = ["MemoryUse", "StorageCount", "Workload", "largest", "predict"]
 _STORED = (torch.float16, torch.bfloat16)
 _BEYOND = 1.02  # how far past the expected end to look, so that the next size does not fit
 _BLOCK = 8  # channels, the fewest that oneDNN goes through together
+_LSTM = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default)
 _LARGEST = 1 << 24  # nobody trains with more samples in a batch
 
 log = logging.getLogger("castwise.torch.memory")
@@ -102,6 +103,8 @@ class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is _LSTM[0] and not out[3].nbytes:
+            out = (*out[:3], torch.empty(_lstm_workspace(args[0], args[2]), dtype=torch.uint8, device=args[0].device))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 self.note(x)
@@ -239,6 +242,8 @@ def _inside(func: Any, args: Any, out: Any) -> int:
 
     oneDNN's convolutions work on blocks of channels on CPUs: they copy what comes in plain order, and what goes out.
     """
+    if func in _LSTM:
+        return _inside_lstm(*args[:6], backward=func is _LSTM[1])
     if func is torch.ops.aten.convolution.default:
         given, made = args[0], out
     elif func is torch.ops.aten.convolution_backward.default:
@@ -248,6 +253,33 @@ def _inside(func: Any, args: Any, out: Any) -> int:
     if given.device.type != "cpu" or not given.is_contiguous() or given.dtype is torch.float64:
         return 0
     return int(made.nbytes + (given.nbytes if given.shape[1] >= _BLOCK else 0))  # pictures are read as they are
+
+
+def _inside_lstm(x: torch.Tensor, w_in: torch.Tensor, w_state: torch.Tensor, *rest: Any, backward: bool) -> int:
+    """oneDNN's LSTM reads weights with padded rows, and keeps the gates' sums of all steps while it runs."""
+    hidden, width = w_state.shape[1], w_in.shape[1]
+    gates = _padded(4 * hidden)
+    floats = (width + hidden + x.numel() // width) * gates + 2 * rest[-1].numel()
+    if backward:
+        floats += sum(4 * hidden * _padded(row) for row in (width, hidden) if _padded(row) != row)
+    return int(floats * torch.float32.itemsize)
+
+
+def _lstm_workspace(x: torch.Tensor, w_state: torch.Tensor) -> int:
+    """Bytes that oneDNN's LSTM keeps for its backward: gates, states and their gradients at every step.
+
+    Fake runs take it for empty. The sum was read off oneDNN's own workspaces (torch 2.13), as a test does again; rows
+    are padded to 16 values, and off multiples of 256.
+    """
+    (steps, samples, width), hidden = x.shape, w_state.shape[1]
+    row, layer = _padded(hidden), _padded(max(width, hidden))
+    floats = steps * (_padded(4 * hidden) + row) + (steps + 1) * (6 * layer + 4 * hidden)
+    return int(samples * floats * torch.float32.itemsize)
+
+
+def _padded(values: int) -> int:
+    rounded = -(-values // 16) * 16
+    return rounded + 16 * (rounded % 256 == 0)
 
 
 def _native(rules: Rules) -> Rules:
