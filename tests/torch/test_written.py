@@ -49,6 +49,14 @@ def test_a_row_that_is_masked_whole_stays_finite_however_the_mask_is_added(
     assert result.reshape(-1, result.shape[-1])[0].any()
 
 
+def test_what_overflows_upwards_is_no_mask_and_stays_to_be_seen() -> None:
+    wide = torch.full((3, 4), 1e5)
+    with autocast("cpu", FP16):
+        risen, lowered = scores().add_(wide), scores().sub_(-wide)
+        product = torch.addmm(wide, scores(), scores(4))
+    assert risen.isposinf().all() and lowered.isposinf().all() and product.isposinf().all()
+
+
 def test_a_weight_that_is_added_keeps_its_kept_cast() -> None:
     bias, weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 4))
     x = torch.randn(3, 4)

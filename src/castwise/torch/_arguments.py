@@ -156,7 +156,7 @@ def with_mask_in(
 
 
 def _in_format(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x if x.dtype is dtype else to_saturated(x, dtype)
+    return x if x.dtype is dtype else to_saturated(x, dtype, -1)
 
 
 def destinations(kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -311,8 +311,10 @@ class Casting:
         def cast(x: torch.Tensor) -> torch.Tensor:
             if x is keep:
                 return x
-            if call.stores_constant and (not x.dim() or (call.writes_first and call.added is not None)):
+            if call.stores_constant and not x.dim():
                 return to_saturated(x, target)
+            if call.writes_first and call.added is not None:
+                return to_saturated(x, target, 1 if call.name == "sub" else -1)
             made.append((x, x.to(target)))
             return made[-1][1]
 

@@ -162,8 +162,13 @@ def fits(value: float, dtype: torch.dtype) -> float:
     return value
 
 
-def to_saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.to(dtype)` for masks and constants: finite values beyond the range saturate instead of becoming inf."""
+def to_saturated(x: torch.Tensor, dtype: torch.dtype, sign: int = 0) -> torch.Tensor:
+    """`x.to(dtype)` for masks and constants: finite values beyond the range saturate instead of becoming inf.
+
+    With a sign, only those of that sign do: masks that are added lower, so an overflow upwards is one, and stays.
+    """
     low = x.to(dtype)
-    limit = torch.finfo(dtype).max
-    return torch.where(low.isinf() & x.isfinite(), torch.sign(low) * limit, low)
+    beyond = low.isinf() & x.isfinite()
+    if sign:
+        beyond = beyond & (torch.sign(low) == sign)
+    return torch.where(beyond, torch.sign(low) * torch.finfo(dtype).max, low)
