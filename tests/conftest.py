@@ -27,11 +27,6 @@ hidden = lambda name: %s
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes comes first: as the last test, it would keep one process waiting for another."""
-    items.sort(key=lambda item: item.path.name != "test_op_sweep.py")
-
-
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

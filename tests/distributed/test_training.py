@@ -124,7 +124,8 @@ def test_all_ranks_skip_together_when_one_overflows(ranks: Any, engine: str, siz
 
 def test_the_guard_of_shards_stops_all_ranks_with_the_same_words(ranks: Any) -> None:
     first, second = ranks(2, "broken")
-    assert first == second and "on rank 1, the loss is nan" in first[0]
+    assert first == second and "the loss, outside of the model" in first[0]
+    assert "on rank 1, float16" in first[0] and "100.00% NaN" in first[0]
 
 
 def test_a_grad_scaler_skips_on_all_ranks_when_one_shard_overflows(ranks: Any) -> None:

@@ -183,14 +183,14 @@ def test_attention_scores_that_leave_the_softmax_no_choice_are_named_before_anyt
     assert causes_of(Attention(scaled=False, gain=10.0), sequences(6)) == ["attention scores"]
 
 
-@pytest.mark.parametrize("rope", ["cast", "einsum"])
-def test_rotary_positions_beyond_256_in_bfloat16_are_named(rope: str) -> None:
-    assert causes_of(Attention(rope=rope), sequences(300)) == ["positions"]
-    assert causes_of(Attention(rope=rope), sequences(200)) == []
+def test_rotary_positions_beyond_256_in_bfloat16_are_named() -> None:
+    assert causes_of(Attention(rope="cast"), sequences(300)) == ["positions"]
+    assert causes_of(Attention(rope="cast"), sequences(200)) == []
 
 
-def test_positions_in_float32_are_no_cause() -> None:
-    assert causes_of(Attention(rope="float32"), sequences(300)) == []
+@pytest.mark.parametrize("rope", ["float32", "einsum"])  # an outer product sums nothing and stays wide
+def test_positions_in_float32_are_no_cause(rope: str) -> None:
+    assert causes_of(Attention(rope=rope), sequences(300)) == []
 
 
 # ---- sums, exponentials, statistics ----------------------------------------------------------------------------------
