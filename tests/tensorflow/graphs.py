@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ def two_devices() -> None:
     [cpu] = tf.config.list_physical_devices("CPU")
     if tf.config.get_logical_device_configuration(cpu) is None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+# A graph keeps the functions that its nodes call beside them.
+functions_of = operator.attrgetter("library.function")
 
 
 def executed(fn: Any, *args: Any) -> list[Any]:
@@ -35,7 +40,7 @@ def executed(fn: Any, *args: Any) -> list[Any]:
         nodes += list(graph.node)
         used = {str(value.func.name) for node in graph.node for value in node.attr.values() if value.HasField("func")}
         nodes += [
-            node for function in graph.library.function if function.signature.name in used for node in function.node_def
+            node for function in functions_of(graph) if function.signature.name in used for node in function.node_def
         ]
     return nodes
 
