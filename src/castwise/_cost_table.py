@@ -66,6 +66,7 @@ class MeasuredCosts:
         """Start from the times in the file at ``path``, where there is one. One that cannot be read is reported."""
         self._path = Path(path) if path is not None else None
         self._seconds: dict[str, float] = _read(self._path) if self._path is not None else {}
+        self._unsaved = False
 
     def __len__(self) -> int:
         return len(self._seconds)
@@ -82,6 +83,7 @@ class MeasuredCosts:
         if not (math.isfinite(seconds) and seconds > 0):
             raise PlanError(f"A measured time of {seconds!r} s for {key!r} makes no sense. Measure it again.")
         self._seconds[key] = float(seconds)
+        self._unsaved = True
 
     def save(self) -> Path:
         """Write all times to the table's file, atomically, and return its path.
@@ -93,7 +95,17 @@ class MeasuredCosts:
         merged = {**_read(self._path), **self._seconds}
         text = json.dumps({"schema_version": _SCHEMA_VERSION, "seconds": merged}, indent=1, sort_keys=True)
         _files.write_text(self._path, text + "\n")
+        self._unsaved = False
         return self._path
+
+    def keep(self) -> None:
+        """Save what is new, where the table has a file; one that cannot be written is reported, and no error."""
+        if self._path is None or not self._unsaved:
+            return
+        try:
+            self.save()
+        except OSError as error:
+            log.info("measured times are not kept: %s", error)
 
 
 def _read(path: Path) -> dict[str, float]:

@@ -21,7 +21,7 @@ from castwise.jax import Plan, autocast, planning, prepare, report
 from castwise.jax import plan as plan_of
 from castwise.jax._evaluate import count_trips
 from castwise.jax._measure import measured_costs, versions
-from castwise.jax._plan import as_jax, structure_of
+from castwise.jax._plan import structure_of
 from castwise.jax._risk import measured_risks
 from castwise.jax._try import Trial
 from castwise.jax.autocast import _Region, region_call
@@ -61,7 +61,7 @@ def solved(f, *args, fmt="bf16", low_takes=0.5, budget=None, policy=None, risks=
     noise = None if budget is None else budget**2 * priced.reference
     wanted = policy or Policy(format={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[fmt])
     made = solve(captured.graph, costs, priced, wanted, budget=noise, versions=versions())
-    return as_jax(made, structure_of(closed.jaxpr), frozenset()), closed, arrays
+    return Plan.of(made, structure=structure_of(closed.jaxpr), rounded=frozenset()), closed, arrays
 
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}

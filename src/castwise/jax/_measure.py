@@ -118,7 +118,7 @@ class _Timer:
         self.captured, self.device, self.table, self.deadline = captured, device, table, deadline
         self.low, self.wide = dtype_of(parse_format(captured.low)), dtype_of(parse_format(wide_of(captured.low)))
         self.castable, self.training = castable_for(captured.low), captured.graph.training
-        self.before, self.missed, self.unknown = len(table), 0, 0
+        self.missed, self.unknown = 0, 0
         self.timed: set[int] = set()
         self._overhead: float | None = None
 
@@ -214,11 +214,7 @@ class _Timer:
 
     def finish(self) -> None:
         """Keep what was measured, and say what was not."""
-        if len(self.table) > self.before:
-            try:
-                self.table.save()
-            except OSError as error:
-                log.info("measured times are not kept: %s", error)
+        self.table.keep()
         if self.missed:
             log.warning(
                 "The time given was over before %d operations or casts were timed: they count as what others of their "

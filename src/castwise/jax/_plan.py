@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from castwise import _files
-from castwise import plan as neutral
-from castwise._graph_index import Bools
-from castwise._pins import Cause, Pin
+from castwise._function_plan import FunctionPlan
 from castwise.catalogue import load_catalogue
 from castwise.errors import PlanError
 from castwise.formats import parse_format
@@ -28,27 +22,23 @@ from ._rules import Choice, rules_for
 from ._values import Record
 from .capture import OUT, castable_for
 
-__all__ = ["Plan", "as_jax", "structure_of"]
+__all__ = ["Plan", "structure_of"]
 
 _EQUATION = re.compile(r"\d+(/\d+)*")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(neutral.Plan):
+class Plan(FunctionPlan):
     """A ``castwise.plan.Plan`` of a JAX function.
 
     Operations are named by the path of their equation (``3/0``); what a product of that name is rounded to is decided
     by the operation ``3/0.out``.
     """
 
-    structure: str = ""
-    """A digest of the traced function's operations, without sizes."""
+    framework, title = "jax", "JAX"
+
     rounded: frozenset[str] = frozenset()
     """Products that are fastest in 16 bits with a wide result that is rounded afterwards."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of a call ("as written", "planned") as measured; empty where nothing was timed."""
-    error: float | None = None
-    """The relative root-mean-square error of the results as measured; None where the plan was not tried."""
 
     def check_function(self, jaxpr: Jaxpr) -> None:
         """Raise PlanError unless the plan was made for a function like this one."""
@@ -89,57 +79,16 @@ class Plan(neutral.Plan):
             found[op.id] = Choice(op.name, rule, dtype, why, stores, wide_result=kernel, rounds=rounds)
         return found
 
-    def relabelled(self, labels: Bools, reason: str) -> Self:
-        """The plan with other labels; ``reason`` says why to those that ask about the operations that changed."""
-        changed = {
-            position: Pin(bool(label), Cause.TIME, reason)
-            for position, (label, before) in enumerate(zip(labels, self.labels, strict=True))
-            if label != before
-        }
-        problem = self.problem.with_pins(changed)
-        return replace(self, problem=problem, labels=labels, error=None)
-
     def timed(self, seconds: Mapping[str, float]) -> Self:
         """The plan, with times of whole calls."""
         return replace(self, seconds=dict(seconds))
 
-    def to_dict(self) -> dict[str, object]:
-        """The plan and its whole problem as plain data for JSON."""
-        own = {"structure": self.structure, "rounded": sorted(self.rounded), "seconds": dict(self.seconds)}
-        return {**super().to_dict(), "jax": {**own, "error": self.error}}
+    def _own(self) -> dict[str, object]:
+        return {**super()._own(), "rounded": sorted(self.rounded)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, object]) -> Self:
-        """The plan that ``to_dict`` described. Raises PlanError where the data is no plan of a JAX function."""
-        made = neutral.Plan.from_dict(data)
-        own: Any = data.get("jax")
-        try:
-            more = {**own, "rounded": frozenset(own["rounded"])}
-            return cls(**_fields(made), **more)
-        except (KeyError, TypeError) as error:
-            raise PlanError("This is no plan of a JAX function. Make one with castwise.jax.plan.") from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, atomically."""
-        _files.write_text(path, json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan file. Raises PlanError that names the file where it is no plan of a JAX function."""
-        neutral.Plan.load(path)  # its errors name the file
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except PlanError as error:
-            raise PlanError(f"{os.fspath(path)!r}: {error}") from error
-
-
-def _fields(made: neutral.Plan) -> dict[str, Any]:
-    return {one.name: getattr(made, one.name) for one in fields(neutral.Plan)}
-
-
-def as_jax(made: neutral.Plan, structure: str, rounded: frozenset[str]) -> Plan:
-    """A neutral plan as that of a JAX function."""
-    return Plan(**_fields(made), structure=structure, rounded=rounded)
+    def _read(cls, own: Any) -> dict[str, Any]:
+        return {**own, "rounded": frozenset(own["rounded"])}
 
 
 def _unplanned(primitive: str, layer: str) -> Choice:

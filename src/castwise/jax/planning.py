@@ -40,7 +40,7 @@ from castwise.risk import Risks
 from ._dtypes import FP64, float_dtype
 from ._evaluate import count_trips
 from ._measure import measured_costs, versions
-from ._plan import Plan, as_jax, structure_of
+from ._plan import Plan, structure_of
 from ._risk import measured_risks
 from ._rules import device_here, resolve
 from ._try import Trial
@@ -82,13 +82,13 @@ class Prepared:
             )
         allowed = None if budget is None else budget**2 * self.risks.reference
         made = solve(self.captured.graph, self.costs, self.risks, self.policy, budget=allowed, versions=versions())
-        return as_jax(made, structure_of(self.captured.closed.jaxpr), self.rounded)
+        return Plan.of(made, structure=structure_of(self.captured.closed.jaxpr), rounded=self.rounded)
 
     def front(self, points: int = 16) -> list[Plan]:
         """Plans from the fastest to the most exact; see ``castwise.plan.pareto``."""
         structure = structure_of(self.captured.closed.jaxpr)
         plans = pareto(self.captured.graph, self.costs, self.risks, self.policy, points=points, versions=versions())
-        return [as_jax(one, structure, self.rounded) for one in plans]
+        return [Plan.of(one, structure=structure, rounded=self.rounded) for one in plans]
 
 
 def plan(

@@ -103,7 +103,7 @@ class _Timer:
 
     def __init__(self, low: Any, device: str, table: MeasuredCosts, deadline: float) -> None:
         self.low, self.device, self.table, self.deadline = low, device, table, deadline
-        self.before, self.missed = len(table), 0
+        self.missed = 0
         self._overhead: float | None = None
         self._casts: dict[int, tuple[float, float]] = {}
 
@@ -162,11 +162,7 @@ class _Timer:
 
     def finish(self) -> None:
         """Keep what was measured, and say what was not."""
-        if len(self.table) > self.before:
-            try:
-                self.table.save()
-            except OSError as error:
-                log.info("measured times are not kept: %s", error)
+        self.table.keep()
         if self.missed:
             log.warning(
                 "The time given was over before %d operations or casts were timed: they count as equally fast in both "

@@ -34,7 +34,7 @@ from castwise.risk import Risks
 
 from ._errors import ConversionError
 from ._measure import kept_constants, unavailable, versions
-from ._plan import Plan, as_tensorflow
+from ._plan import Plan
 from ._risk import measured_risks
 from ._rules import resolve
 from ._samples import Feed, made_up, read, split
@@ -336,7 +336,7 @@ class _Work:
         costs = Costs(self.fmt, wide, low, cast, cast, kept, "", lacking)
         lam = 0.0 if budget is None else None
         made = solve(graph, costs, risks, self.policy, lam=lam, budget=budget, versions=versions())
-        return as_tensorflow(made, self.captured.structure)
+        return Plan.of(made, structure=self.captured.structure)
 
     def _try(self, found: Plan) -> float:
         self.trials += 1

@@ -32,7 +32,7 @@ from castwise.policy import Policy
 from castwise.risk import Risks
 
 from ._measure import alternating, kept_constants, measured_costs, unavailable, versions
-from ._plan import Plan, as_tensorflow
+from ._plan import Plan
 from ._risk import measured_risks
 from ._rules import device_here, resolve
 from ._types import dtype_of
@@ -110,7 +110,7 @@ def plan(
         if budget is not None and not risks.measured:
             raise PlanError("A budget was given, but no rounding could be priced here. Leave it out.")
         made = solve(captured.graph, costs, risks, resolved, budget=allowed, versions=versions())
-        found = as_tensorflow(made, captured.structure)
+        found = Plan.of(made, structure=captured.structure)
         return _tried(concrete, found, resolved, args, kwargs, timed=wanted is None)
     finally:
         for variable, value in before:  # a function that trains was run to be measured
@@ -144,7 +144,7 @@ def _nothing(captured: Captured, policy: Policy, device: str) -> Plan:
     costs = Costs(BF16.name, ops, ops, tensors, tensors, tensors > 0, device)
     wide = replace(policy, format="float32")
     made = solve(captured.graph, costs, Risks.unmeasured(captured.graph, BF16.name), wide, versions=versions())
-    return replace(as_tensorflow(made, captured.structure), error=0.0)
+    return replace(Plan.of(made, structure=captured.structure), error=0.0)
 
 
 def _predicted(captured: Captured, device: Device, fmt: str) -> Costs:
@@ -186,7 +186,7 @@ def _tried(fn: Any, found: Plan, policy: Policy, args: Any, kwargs: Any, *, time
             budget=found.score.noise * scale**2,
             versions=versions(),
         )
-        found = as_tensorflow(made, found.structure)
+        found = Plan.of(made, structure=found.structure)
         if not found.labels.any():
             return replace(found, error=0.0)
     else:

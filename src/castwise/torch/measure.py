@@ -75,17 +75,12 @@ def measured_costs(
     table = cost_table() if table is None else table
     base = roofline(captured.graph, _with_bandwidth(device), fmt, tf32=tf32, keep_low_weights=keep_low_weights)
     base = replace(base, device=device.name)
-    before = len(table)
     device_type = "cuda" if device.kind == "rocm" else device.kind
     timer = _Timer(captured, base, fmt, device_type, table, time.perf_counter() + seconds)
     with random_state_kept(0), torch.enable_grad():
         timer.run(*flat_inputs(*as_call(example_inputs)))
     timer.time_casts()
-    if len(table) > before:
-        try:
-            table.save()
-        except OSError as error:
-            log.info("measured times are not kept: %s", error)
+    table.keep()
     if timer.missed:
         log.warning(
             "%d ops were not timed within %g s and keep their predicted costs; plan again to go on from here, or give "
