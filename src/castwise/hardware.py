@@ -26,7 +26,7 @@ from castwise._frozen import FrozenMap
 from castwise.errors import HardwareError, did_you_mean
 from castwise.formats import BF16, FORMATS, FP16, FP32, NumberFormat, parse_format
 
-__all__ = ["KINDS", "Device", "Support", "detect", "devices", "find_device", "get_device"]
+__all__ = ["KINDS", "Device", "Support", "detect", "detected", "devices", "find_device", "get_device"]
 
 KINDS = ("cpu", "cuda", "rocm", "mps", "xpu", "tpu", "npu")
 """The kinds of device, as the frameworks' device types are named (``cuda`` in torch is ``rocm`` here on AMD GPUs)."""
@@ -183,6 +183,15 @@ def detect(kind: str | None = None) -> Device:
             f"name a device of the table instead, for example get_device('t4')."
         )
     return found
+
+
+@functools.cache
+def detected(kind: str) -> Device | None:
+    """What `detect` answers for a kind, asked once; None where this machine shows none, or the table lacks it."""
+    try:
+        return detect(kind)
+    except HardwareError:
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from castwise.catalogue import OpClass, OpEntry, load_catalogue
-from castwise.hardware import Device, detect
+from castwise.hardware import Device, detected
 from castwise.policy import Policy, Rule, decide
 
 from ._dtypes import DType, dtype_of
@@ -115,17 +115,10 @@ def contraction_length(primitive: str, params: dict[str, Any], shapes: list[tupl
 _DEVICE_KIND: dict[str, str] = {"gpu": "cuda"}
 
 
-@functools.cache
-def _device(backend: str) -> Device | None:
-    try:
-        return detect(_DEVICE_KIND.get(backend, backend))
-    except ValueError:
-        return None
-
-
 def device_here() -> Device | None:
     """The default backend's device in Castwise's table, if it is there."""
-    return _device(jax.default_backend())
+    backend = jax.default_backend()
+    return detected(_DEVICE_KIND.get(backend, backend))
 
 
 def resolve(policy: Policy) -> Policy:

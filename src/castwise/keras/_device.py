@@ -7,7 +7,7 @@ from typing import Any
 
 from castwise._extras import require
 from castwise.formats import NumberFormat
-from castwise.hardware import Device, detect
+from castwise.hardware import detected
 from castwise.policy import Policy
 
 from ._internals import backend_name
@@ -31,23 +31,15 @@ def device_kind() -> str:
     return "cpu"
 
 
-@functools.cache
-def _device(kind: str) -> Device | None:
-    try:
-        return detect(kind)
-    except ValueError:
-        return None
-
-
 def resolve(policy: Policy) -> Policy:
     """The policy for Keras' device: its overrides applied, "auto" turned into what it computes natively."""
     if policy.format != "auto" and not policy.devices:
         return policy
-    return policy.resolve(_device(device_kind()))
+    return policy.resolve(detected(device_kind()))
 
 
 @functools.cache
 def native(kind: str, fmt: NumberFormat) -> bool:
     """Whether a kind of device computes in a format itself; accelerators do, a CPU where it has the instructions."""
-    device = _device(kind)
+    device = detected(kind)
     return kind != "cpu" or (device is not None and device.native(fmt))

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from castwise.catalogue import Mixed, OpClass, OpEntry, load_catalogue
-from castwise.hardware import Device, detect
+from castwise.hardware import Device, detected
 from castwise.policy import Policy, Rule, decide
 
 from ._types import dtype_of, has_kernel, typing_of
@@ -119,15 +119,7 @@ def entry_of(op: Any) -> OpEntry | None:
 
 def device_here() -> Device | None:
     """TensorFlow's default device in Castwise's table, if it is there."""
-    return _device("cuda" if tf.config.list_physical_devices("GPU") else "cpu")
-
-
-@functools.cache
-def _device(kind: str) -> Device | None:
-    try:
-        return detect(kind)
-    except ValueError:
-        return None
+    return detected("cuda" if tf.config.list_physical_devices("GPU") else "cpu")
 
 
 def resolve(policy: Policy) -> Policy:

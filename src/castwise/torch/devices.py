@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from castwise.hardware import Device, detect
+from castwise.hardware import Device, detected
 from castwise.policy import Policy
 
 
-@functools.cache
 def device_of(device_type: str) -> Device | None:
     """The device behind a torch device type ("cpu", "cuda", "mps", "xpu", ...); None where this machine has none."""
     kind = "rocm" if device_type == "cuda" and torch.version.hip else device_type
-    try:
-        return detect(kind)
-    except ValueError:
-        return None
+    return detected(kind)
 
 
 def resolve(policy: Policy, device_type: str) -> Policy:
