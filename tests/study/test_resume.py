@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import multiprocessing
 import os
@@ -93,13 +92,19 @@ def test_a_study_killed_at_ten_random_moments_ends_with_the_results_of_an_undist
         assert (killed / name).read_text() == (undisturbed / name).read_text()
 
 
+# What a shell starts in the background ignores the signal, and so does all that it starts. Changed after the start, as
+# `preexec_fn` would fork this process, in which JAX has threads that a fork may stop for good.
+HEEDS_CTRL_C = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "castwise", *sys.argv[1:]])
+"""
+
+
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "study"
-    command = [sys.executable, "-m", "castwise", *arguments(out)]
-    # What a shell starts in the background ignores the signal, and so does all that it starts.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, preexec_fn=heed, **pipes) as process:
+    with subprocess.Popen([sys.executable, "-c", HEEDS_CTRL_C, *arguments(out)], **pipes) as process:
         wait_for_progress(out, lambda: process.poll() is None)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
