@@ -19,6 +19,7 @@ from torch import fx
 from castwise.graph import Graph
 
 from . import _aten
+from ._cold import evict, leave, reads_weights
 from ._flat import FlatRun
 from ._rewrite import EMULATED
 from ._run import StudyRun, floating, random_state_kept
@@ -36,11 +37,12 @@ _FUSED = {"gelu": "gelu", "relu": "relu"}
 _MOST_TOKENS = 4096
 
 
-def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any]) -> fx.GraphModule:
+def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any], *, cold: bool = False) -> fx.GraphModule:
     """The graph of a CPU model with oneDNN's kernels for linear layers, where they are faster on kept weights.
 
     Each layer is timed by itself, and then the graph with all of them on ``flat``, the inputs of a call: a kernel that
-    wins alone may lose among others. The module that is given stays as it is.
+    wins alone may lose among others. Where weights are ``cold``, each is read from memory while its layer is timed. The
+    module that is given stays as it is.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return module
@@ -49,7 +51,7 @@ def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any]) -> fx.Graph
     packed = 0
     for node in list(other.graph.nodes):
         layer = _Layer.of(other, node)
-        if layer is not None and faster.setdefault(layer.key, layer.pays()):
+        if layer is not None and faster.setdefault(layer.key, layer.pays(cold)):
             layer.replace(f"castwise_packed_{packed}")
             packed += 1
     if not packed:
@@ -115,7 +117,7 @@ class _Layer:
             return None
         return cls(module, node, weight, bias)
 
-    def pays(self) -> bool:
+    def pays(self, cold: bool = False) -> bool:
         """Whether oneDNN's kernel is faster."""
         x = torch.randn(self.tokens, self.weight.shape[1]).to(self.weight.dtype)
 
@@ -132,7 +134,8 @@ class _Layer:
         try:
             with torch.no_grad():
                 packed = self._packed()
-                one, other = alternating([plain, fused], "cpu", time.perf_counter() + _SECONDS)
+                before = evict if cold and reads_weights(self.weight, x) else leave
+                one, other = alternating([plain, fused], "cpu", time.perf_counter() + _SECONDS, before)
         except RuntimeError as error:  # a format or shape that this oneDNN does not take
             log.debug("oneDNN's linear layer does not run here: %s", error)
             return False

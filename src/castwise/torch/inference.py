@@ -23,6 +23,7 @@ from castwise.policy import Policy
 
 from . import _aten
 from ._caches import Returned
+from ._cold import weights_are_cold
 from ._flat import FlatRun
 from ._kernels import with_packed_weights
 from ._part import Part
@@ -71,7 +72,8 @@ class Inference(Applied):
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a graph on weights as they were when it was made."""
-        return FlatRun(with_packed_weights(with_kept_constants(module), self._example), None, returned)
+        cold = weights_are_cold(self.castwise_plan.problem.graph, "cpu")
+        return FlatRun(with_packed_weights(with_kept_constants(module), self._example, cold=cold), None, returned)
 
 
 def for_inference(

@@ -2,7 +2,8 @@
 
 Formats take turns, so that a slow moment does not fall on one of them alone, and the fastest run counts: everything
 that disturbs a timing makes it longer. What is timed is what will run: forward, backward where the model trains, and
-the emulation of a product where this machine has no arithmetic for the format.
+the emulation of a product where this machine has no arithmetic for the format. Weights of an inference that do not fit
+in the cache are read from memory while an op is timed, as they are in the model.
 
 Times are kept in the user's cache directory by op, shapes, format, device and versions. Measuring stops when its time
 is used up; ops that were not reached keep their predicted costs.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from castwise.formats import parse_format
 from castwise.hardware import Device
 
 from . import _aten
+from ._cold import FROM_MEMORY, evict, leave, reads_weights, weights_are_cold
 from ._rewrite import emulated_call, emulated_steps
 from ._run import StudyRun, floating, random_state_kept
 from .capture import Captured, as_call, flat_inputs
@@ -76,7 +78,8 @@ def measured_costs(
     base = roofline(captured.graph, _with_bandwidth(device), fmt, tf32=tf32, keep_low_weights=keep_low_weights)
     base = replace(base, device=device.name)
     device_type = "cuda" if device.kind == "rocm" else device.kind
-    timer = _Timer(captured, base, fmt, device_type, table, time.perf_counter() + seconds)
+    known = versions() | (FROM_MEMORY if weights_are_cold(captured.graph, device_type) else {})
+    timer = _Timer(captured, base, fmt, device_type, table, time.perf_counter() + seconds, known)
     with random_state_kept(0), torch.enable_grad():
         timer.run(*flat_inputs(*as_call(example_inputs)))
     timer.time_casts()
@@ -88,14 +91,23 @@ def measured_costs(
             timer.missed,
             seconds,
         )
-    return base.with_measured(captured.graph, table, versions())
+    return base.with_measured(captured.graph, table, known)
 
 
 class _Timer(StudyRun):
     def __init__(
-        self, captured: Captured, costs: Costs, fmt: str, device_type: str, table: MeasuredCosts, deadline: float
+        self,
+        captured: Captured,
+        costs: Costs,
+        fmt: str,
+        device_type: str,
+        table: MeasuredCosts,
+        deadline: float,
+        known: Mapping[str, str],
     ) -> None:
         super().__init__(captured.module)
+        self.known = known
+        """By what times are kept besides the op and the device."""
         self.captured, self.costs, self.fmt, self.device_type = captured, costs, fmt, device_type
         self.table, self.deadline = table, deadline
         self.low = dtype_of(parse_format(fmt))
@@ -104,7 +116,7 @@ class _Timer(StudyRun):
     def run_node(self, n: fx.Node) -> Any:
         op = self.captured.graph.positions.get(n.name)
         if op is not None and self._wants_time(n, op):
-            keys = [op_key(self.captured.graph, op, name, self.costs.device, versions()) for name in ("fp32", self.fmt)]
+            keys = [op_key(self.captured.graph, op, name, self.costs.device, self.known) for name in ("fp32", self.fmt)]
             if any(self.table.get(key) is None for key in keys):
                 self._time(n, keys)
         y = super().run_node(n)
@@ -122,10 +134,18 @@ class _Timer(StudyRun):
             return
         runs = [self._standalone(n, dtype) for dtype in (torch.float32, self.low)]
         try:
-            for key, best in zip(keys, alternating(runs, self.device_type, self.deadline), strict=True):
+            times = alternating(runs, self.device_type, self.deadline, self._before(n))
+            for key, best in zip(keys, times, strict=True):
                 self.table.put(key, best)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             log.info("%s cannot be timed by itself: %s", n.name, str(error).splitlines()[0])
+
+    def _before(self, n: fx.Node) -> Callable[[], None]:
+        """What makes the cache as it is when the op runs in the model."""
+        read = [self.env[source] for source in _aten.planned_inputs(n)[:2]]
+        tensors = [x for x in read if isinstance(x, torch.Tensor)]
+        cold = self.known.keys() & FROM_MEMORY and len(tensors) == 2 and reads_weights(tensors[1], tensors[0])
+        return evict if cold else leave
 
     def _standalone(self, n: fx.Node, dtype: torch.dtype) -> Callable[[], None]:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -164,7 +184,7 @@ class _Timer(StudyRun):
             if tensor.format not in ("fp32", self.fmt) or time.perf_counter() > self.deadline:
                 continue
             pairs = (("fp32", self.fmt), (self.fmt, "fp32"))
-            keys = [cast_key(tensor.shape, *pair, self.costs.device, versions()) for pair in pairs]
+            keys = [cast_key(tensor.shape, *pair, self.costs.device, self.known) for pair in pairs]
             if all(self.table.get(key) is not None for key in keys):
                 continue
             wide = torch.ones(tensor.shape, device=self.device_type)
@@ -185,13 +205,19 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
     return run
 
 
-def alternating(runs: list[Callable[[], None]], device_type: str, deadline: float) -> list[float]:
-    """The fastest time of each, in seconds; they take turns, a few rounds or as many as fit a short while."""
+def alternating(
+    runs: list[Callable[[], None]], device_type: str, deadline: float, before: Callable[[], None] = leave
+) -> list[float]:
+    """The fastest time of each, in seconds; they take turns, a few rounds or as many as fit a short while.
+
+    ``before`` is called before each run, and not timed.
+    """
     wait = (lambda: None) if device_type == "cpu" else getattr(torch, device_type).synchronize
     best = [float("inf")] * len(runs)
     start = time.perf_counter()
     for number in range(200):
         for position, run in enumerate(runs):
+            before()
             wait()
             begun = time.perf_counter()
             run()
