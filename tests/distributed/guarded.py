@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from castwise.errors import NonFiniteError
 from castwise.policy import Policy
@@ -58,11 +58,11 @@ def guarded(rank: int, ranks: int, engine: str, fault: str) -> dict[str, Any]:
     policy = Policy.from_dict({"format": "float16", "guard": {"patience": 0, "stop_after": 3, "give_back_after": 3}})
     if engine == "shard":
         distributed.shard(model, policy, blocks=["0", "1", "2"])
-    elif engine == "parallel":
+    elif engine in ("parallel", "rows"):
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        mesh = init_device_mesh("cpu", (ranks,))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+        mesh, given = init_device_mesh("cpu", (ranks,)), Shard(0) if engine == "rows" else Replicate()
+        parallelize_module(model, mesh, {"0": ColwiseParallel(input_layouts=given, output_layouts=Replicate())})
     else:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 # Castwise's own `shard`; `fully_shard` over several modules at once; the same with float16 parameters and casts of its
-# own; with parameters that stay gathered after the forward; and tensor parallelism.
+# own; with parameters that stay gathered after the forward; tensor parallelism; and the same where each rank has its
+# own rows of the batch, which a layer gathers.
 CASES = [
     *(("shard", fault) for fault in ("data", "forward", "backward", "weight")),
     *(("plain", fault) for fault in ("forward", "weight")),
     *(("formats", fault) for fault in ("forward", "backward")),
     ("kept", "backward"),
-    *(("parallel", fault) for fault in ("forward", "backward")),
+    *(("parallel", fault) for fault in ("forward", "backward", "data")),
+    ("rows", "data"),
 ]
 FAULTS = {
     "data": ("bad input data", "forward", "", "input 0"),
@@ -36,4 +38,4 @@ def test_all_ranks_find_the_layer_and_do_the_same(ranks: Any, engine: str, fault
         assert first["skipped"] == 1 and not first["stopped"]
     assert ("raise" in names) == (fault in ("forward", "backward"))
     assert ("give_back" in names) == ("raise" in names) and not first["layers"]
-    assert first["sharded"] == (engine != "parallel")  # each has its own part again
+    assert first["sharded"] == (engine not in ("parallel", "rows"))  # each has its own part again

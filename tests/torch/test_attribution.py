@@ -467,6 +467,25 @@ def test_a_healthy_step_gains_no_operation_and_no_wait(fmt: str, monkeypatch: py
     assert [name for name in seen[0] if name in ("tolist", "aten._local_scalar_dense.default")] == ["tolist"]
 
 
+@pytest.mark.parametrize("gradients", ["long", "float64"])
+def test_a_loss_that_is_not_like_the_gradients_adds_no_operation_either(gradients: str) -> None:
+    """Long gradients are measured one by one, and those of float64 apart from a loss of float32."""
+    seen = []
+    for enabled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(128, 128, bias=False) if gradients == "long" else nn.Linear(8, 8, dtype=torch.float64)
+        amp = amp_for(model, "float32", enabled=enabled)
+        x = torch.randn(4, model.in_features, dtype=model.weight.dtype)
+        for _ in range(2):
+            ops = Ops()
+            with ops:
+                with amp:
+                    loss = total(model(x))
+                assert amp.step(loss).stepped
+        seen.append(ops.names)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
 def test_healthy_steps_raise_no_alarm(fmt: str) -> None:
     model = Stack(Block(), Block())

@@ -98,6 +98,17 @@ class InParts(Whole):
         return self.head(torch.tanh(self.parts[1](x)))  # type: ignore[no-any-return]
 
 
+class OneKind(nn.Module):
+    """Its gradients are all in 16 bits, and its loss is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.enter(x))  # type: ignore[no-any-return]
+
+
 def all_low(model: nn.Module, x: torch.Tensor, fmt: str = "float16") -> Plan:
     """A plan that computes in 16 bits whatever may be, as if that gained much and casts cost nothing."""
     ready = prepare(model, (x,), policy=fmt, device="t4")
@@ -207,7 +218,7 @@ class Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("how", ["planned", "planned in parts", "compiled", "compiled in place"])
+@pytest.mark.parametrize("how", ["planned", "planned in 16 bits", "planned in parts", "compiled", "compiled in place"])
 def test_a_healthy_step_gains_no_operation_and_no_wait(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, fetch, seen = Ops(), torch.Tensor.tolist, []
 
@@ -216,7 +227,7 @@ def test_a_healthy_step_gains_no_operation_and_no_wait(how: str, monkeypatch: py
         return fetch(x)
 
     monkeypatch.setattr(torch.Tensor, "tolist", fetched)
-    made = InParts if how == "planned in parts" else Whole
+    made: Any = {"planned in parts": InParts, "planned in 16 bits": OneKind}.get(how, Whole)
     plan = all_low(made(), inputs()) if how.startswith("planned") else None
     compiled = _Calls()
     for enabled in (True, False):

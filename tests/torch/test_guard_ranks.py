@@ -14,6 +14,7 @@ RUN = """
 import json, sys, torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from castwise.errors import NonFiniteError
 from castwise.policy import Policy
 from castwise.torch import Amp
@@ -61,6 +62,31 @@ def scenario(steps, change, **guard):
     }
 
 
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def ops(guard):
+    '''Names of what the third healthy step runs.'''
+    torch.manual_seed(0)
+    wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), Gain()))
+    policy = Policy.from_dict({"format": "float16", "guard": {"enabled": guard}})
+    amp = Amp(wrapped, torch.optim.SGD(wrapped.parameters(), 1e-3), policy)
+    for _ in range(3):
+        counted = Ops()
+        with counted:
+            with amp:
+                loss = wrapped(torch.ones(8, 4)).float().square().mean()
+            assert amp.step(loss).stepped
+    return counted.names
+
+
 def data(model, step):
     return NAN if rank == 1 and step == 2 else 1.0
 
@@ -81,7 +107,7 @@ def aside(model, step):
 
 print(json.dumps({
     "data": scenario(4, data), "overflow": scenario(17, overflow, give_back_after=2),
-    "weight": scenario(8, weight), "aside": scenario(4, aside),
+    "weight": scenario(8, weight), "aside": scenario(4, aside), "ops": [ops(True), ops(False)],
 }))
 dist.destroy_process_group()
 """
@@ -134,3 +160,9 @@ def test_a_nan_that_one_ranks_loss_alone_has_is_told_on_all_and_nothing_is_skipp
     told = ranks[0]["aside"]
     assert [(step, name) for step, name, _, _ in told["events"]] == [(2, "finding")]
     assert "the loss is nan" in told["events"][0][2] and told["skipped"] == 0
+
+
+def test_a_healthy_step_of_several_ranks_gains_no_operation(ranks: list[dict[str, Any]]) -> None:
+    guarded, alone = ranks[0]["ops"]
+    assert guarded == alone
+    assert sum("local_scalar_dense" in name for name in guarded) == 1  # whether squares have left float32's range

@@ -79,17 +79,17 @@ def norm(values: list[torch.Tensor], wide: torch.dtype | None = None) -> torch.T
 def norms(
     values: list[torch.Tensor], beside: list[torch.Tensor] | None = None, wide: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The norm of each gradient, and then the size of each scalar of `beside`, in one vector on the first's device.
+    """The norm of each gradient, and then each scalar of `beside`, or its size, in one vector on the first's device.
 
-    What stands beside gradients of its own kind is one more entry of the same kernel, and of the same fetch. No graph
-    is recorded.
+    What stands beside is one more entry of the same fetch, and no kernel is run for it. No graph is recorded.
     """
     if wide is None:
         wide = torch.float64 if any(v.dtype is torch.float64 for v in values) else torch.float32
     together = [*values, *(beside or [])]
     places: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for place, x in enumerate(together):
-        places[(x.device, x.dtype)].append(place)
+        if place < len(values) or x.dim() or x.device != together[0].device:
+            places[(x.device, x.dtype)].append(place)
     found: list[torch.Tensor] = together[:]
     with torch.no_grad():
         for (_, dtype), group in places.items():

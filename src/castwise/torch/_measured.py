@@ -36,10 +36,10 @@ def measured(
         finite: False where gradients are known not to have been finite before they were unscaled.
     """
     if ranks is not None:
-        size, ranks_with_gradients, wrong = ranks.measure(wide.parameters(), losses, finite).tolist()
+        size, ranks_with_gradients, told = ranks.measure(wide.parameters(), losses, finite).tolist()
         if not ranks_with_gradients:
             log.warning("no parameter of the optimizer has a gradient on any rank: nothing was stepped")
-        return size, wrong == 0
+        return size, math.isfinite(told)
     sizes = norms(values, losses).tolist()
     size, loss_finite = total(sizes[: len(values)]), all(map(math.isfinite, sizes[len(values) :]))
     if not math.isfinite(size):  # a sum of squares may have overflowed although every value is finite
@@ -61,8 +61,8 @@ def measured_ahead(
     A norm beyond float32's range counts as infinite here.
     """
     if ranks is not None:
-        size, _, wrong = ranks.measure(wide.parameters(), losses, finite, exact=False).unbind()
-        return size, (1.0 / (1.0 - wrong.clamp_max(1.0))).reshape(1)  # infinite where a loss is
+        size, _, told = ranks.measure(wide.parameters(), losses, finite, exact=False).unbind()
+        return size, told.reshape(1)
     sizes = norms(values, losses)
     size = torch.linalg.vector_norm(sizes[: len(values)])
     if finite is not None:

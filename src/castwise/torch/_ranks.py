@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from castwise.errors import PolicyError
 from castwise.policy import Policy
 
-from ._gradients import all_finite, norm, values_of
+from ._gradients import all_finite, local, norm, values_of
 
 __all__ = ["Ranks", "no_sync", "ranks_of", "ranks_of_tensors", "sharded_modules", "unwrapped"]
 
 T = TypeVar("T")
-_SQUARES, _BAD, _FILLED, _BAD_LOSS = range(4)  # what the numbers of a step's all-reduce are
+_SQUARES, _BAD, _FILLED, _LOSSES = range(4)  # what the numbers of a step's all-reduce are
 
 
 class Ranks:
@@ -89,27 +89,26 @@ class Ranks:
 
         Returns:
             Three numbers: the Euclidean norm of all gradients, infinite if any value of any rank is not finite; how
-            many ranks have gradients at all; and how many have losses that are not finite.
+            many ranks have gradients at all; and one that is finite where all losses of all ranks are.
         """
         parts = _by_copies(parameters, self.size)
         device = _device_of(self.group, parts)
-        packed = torch.zeros(4, dtype=torch.float64, device=device)
         with torch.no_grad():
+            squares = torch.zeros((), dtype=torch.float64, device=device)
             for copies, values in parts.items():
                 size = norm(values)
                 if exact and not bool(size.isfinite()):
                     size = norm(values, torch.float64)
-                packed[_SQUARES] += size.to(device, torch.float64).square() / copies
+                squares = squares + size.to(device, torch.float64).square() / copies
+            bad = squares.isfinite().logical_not()
             if finite is not None:
-                packed[_BAD] = finite.logical_not().to(device, torch.float64)
-            packed[_BAD] += packed[_SQUARES].isfinite().logical_not()
-            packed[_FILLED] = float(bool(parts))
-            if losses:
-                wrong = torch.stack([x.detach().reshape(()).isfinite().logical_not().to(device) for x in losses])
-                packed[_BAD_LOSS] = wrong.any().to(torch.float64)
+                bad = bad | finite.logical_not().to(device)
+            filled = torch.full((), float(bool(parts)), dtype=torch.float64, device=device)
+            # A sum that is not finite tells it, so that a loss is one more entry and no kernel.
+            packed = torch.stack([squares, bad.to(torch.float64), filled, _sum(losses, device, filled)])
             dist.all_reduce(packed, group=self.group)
             packed[_SQUARES] = torch.where(packed[_BAD] > 0, torch.inf, packed[_SQUARES].sqrt())
-        return packed[[_SQUARES, _FILLED, _BAD_LOSS]]
+        return packed[[_SQUARES, _FILLED, _LOSSES]]
 
     def finite(self, values: list[torch.Tensor]) -> torch.Tensor:
         """Whether the gradients of all ranks are finite, in one all-reduce."""
@@ -267,6 +266,15 @@ def _by_copies(parameters: Iterable[torch.Tensor], ranks: int) -> dict[float, li
         if values:
             found.setdefault(ranks / _parts(p), []).extend(values)
     return found
+
+
+def _sum(losses: list[torch.Tensor], device: torch.device, without: torch.Tensor) -> torch.Tensor:
+    """The sum of losses, in float64 where there are several; `without` them, another number that is finite."""
+    if not losses:
+        return without
+    scalars = (local(loss) for loss in losses)
+    first, *others = ((x.reshape(()) if x.dim() else x).to(device) for x in scalars)
+    return sum((loss.to(torch.float64) for loss in others), first.to(torch.float64)) if others else first
 
 
 def _parts(p: torch.Tensor) -> int:

@@ -77,11 +77,12 @@ def _place(root: Made | Source | None) -> tuple[str, ...]:
 
 
 def _order(root: Made | Source | None) -> int:
+    """The fault of one rank reaches others by what they receive, and by tensors that nobody knows there."""
     if root is None:
-        return 3
+        return 5
     if isinstance(root, Made):
-        return 0 if root.phase == "forward" else 1
-    return 2 if root.kind == "gradient" else 0
+        return (0 if root.phase == "forward" else 2) + root.received
+    return {"gradient": 4, "constant": 1}.get(root.kind, 0)
 
 
 def common_finding(ranks: Ranks, finding: Finding) -> Finding:

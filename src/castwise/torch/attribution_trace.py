@@ -49,6 +49,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "addmv", 
 # statistics, in training), and so comes after operations that made something bad.
 _ORDER = ("input", "parameter", "gradient", "buffer", "constant")
 _CERTAIN = frozenset({"input", "parameter", "gradient"})
+_COLLECTIVES = "_c10d_functional"
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _ACCUMULATE = 2**63  # sequence numbers of nodes that add to leaves are above this
 
@@ -84,6 +85,7 @@ class Made:
     on_purpose: bool  # an infinity that the program itself asked for, in an argument
     alone: _Alone | None  # the call, where nothing that went in was bad
     rank: int = -1  # that it was seen on, where others did not see it
+    received: bool = False  # bad values came from another rank, or from adding up those of several
     constant: float = 0.0  # see `constant_in`
 
     @property
@@ -217,6 +219,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = func._schema.is_mutable or "batch_norm" in name  # which writes statistics that its schema hides
         before = as_they_were(args, kwargs) if writes else None
         result = func(*args, **kwargs)
+        if func.namespace == _COLLECTIVES:
+            _arrived(result)
         if func.is_view or name in _UNWRITTEN or name in ("detach", "_unsafe_view"):
             return result
         name = self._computed(name, args)
@@ -263,6 +267,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             causes,
             not causes and any(isinstance(a, float) and math.isinf(a) for a in scalars(args)),
             alone,
+            received=not causes and func.namespace == _COLLECTIVES,
             constant=constant_in(args, bad[0]) if not causes and not in_backward else 0.0,
         )
         self.made.append(made)
@@ -363,6 +368,13 @@ def _meant(place: Made | Source) -> bool:
         else:
             waiting += one.causes
     return True
+
+
+def _arrived(result: Any) -> None:
+    """Wait for what other ranks send: until then, the memory for it holds anything."""
+    for _, x in tensors_in(result):
+        if type(x) is torch.Tensor:
+            torch.ops._c10d_functional.wait_tensor(x)
 
 
 def _line() -> str:
