@@ -9,7 +9,7 @@ Sections:
     step      a full training step: loss, backward, clipping, fused AdamW
     counts    casts executed, bytes cast (forward and backward, and by the optimizer step), bytes saved for backward,
               error against fp64 over several batches
-    infer     a forward without gradients of 1 and of 64 tokens
+    infer     a forward without gradients of 1 and of 64 tokens, its error against fp64, and its linear layers alone
     generate  tokens per second, one at a time, with keys and values kept
     follow    500 steps of training in the plan's formats beside fp32 from several seeds
     flips     the most decisive ops of a plan, each flipped: predicted, and measured where it can be
@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,17 +40,16 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _models import GPT, Past, Speaker, Task, planned_tasks
+from _models import GPT, Task, planned_tasks
 from _planned_counts import amp_forward, count, error, low_forward
+from _planned_inference import LOW, Step, section_generate, section_infer, that_run
 
 from castwise.hardware import detect
 from castwise.plan import Verdict
-from castwise.torch import Amp, apply, compile, for_inference, plan
+from castwise.torch import Amp, apply, compile, plan
 from castwise.torch.planning import Plan, Prepared, prepare, verified
 
 ARMS = ("fp32", "torch.amp", "torch.compile+amp", "all 16 bits", "planned", "planned, Amp", "planned, compiled")
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Step = Callable[[], object]
 
 
 def built(task: Task) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -117,19 +116,6 @@ def amp_step(model: nn.Module, decided: Plan, x: torch.Tensor, y: torch.Tensor) 
         amp.step(loss, clip_norm=1.0)
 
     return step
-
-
-def that_run(arms: Mapping[str, Step], name: str) -> dict[str, Step]:
-    """The arms that this machine can run at all; torch has no LSTM in bf16 on some, for one."""
-    able = {}
-    for arm, run in arms.items():
-        try:
-            run()
-        except Exception as failure:  # of whatever kind: it is told, and the others are measured
-            print(f"{name}: {arm} does not run here: {str(failure).splitlines()[0][:90]}")
-        else:
-            able[arm] = run
-    return able
 
 
 def section_step(args: argparse.Namespace) -> None:
@@ -207,9 +193,9 @@ def section_counts(args: argparse.Namespace) -> None:
         "counts",
         "arm",
         "casts",
-        "MB cast",
+        "MB cast, forward and backward",
         "/ torch.amp",
-        "in the step",
+        "in the optimizer step",
         "MB saved",
         "/ fp32",
         "error",
@@ -217,67 +203,6 @@ def section_counts(args: argparse.Namespace) -> None:
         "actual/predicted",
     ]
     print(table(header, rows))
-
-
-# ---- inference -------------------------------------------------------------------------------------------------------
-
-
-def section_infer(args: argparse.Namespace) -> None:
-    rows = []
-    low, width = LOW[args.low], 512 if args.size == "full" else 64
-    for tokens in (1, 64):
-        torch.manual_seed(0)
-        model = GPT(width).eval()
-        x = torch.randint(0, 256, (1, tokens))
-        _, in_low = low_forward(model, low)
-        arms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "fp32": model,
-            "torch.amp": amp_forward(model, "cpu", low),
-            "torch.compile+amp": torch.compile(amp_forward(model, "cpu", low)),
-            "all 16 bits": in_low,
-            "planned": for_inference(model, (x,), policy=args.policy),
-        }
-        if "planned, compiled" in args.arms:
-            arms["planned, compiled"] = compile(model, (x,), policy=args.policy)
-        with torch.inference_mode():
-            runs = {arm: (lambda run=run, x=x: run(x)) for arm, run in arms.items() if arm in args.arms}
-            times, rounds = rounds_of(that_run(runs, f"{tokens} tokens"), args.rounds, seconds=args.seconds)
-        for arm, timing in times.items():
-            ratio = f"{timing.seconds / times['fp32'].seconds:.2f}" if "fp32" in times else "-"
-            rows.append(
-                [f"{tokens} tokens", arm, f"{1e3 * timing.seconds:.2f}", ratio, f"{timing.faults:.0f}", str(rounds)]
-            )
-    print(table([f"GPT 4x{width}", "arm", "ms", "/ fp32", "page faults", "rounds"], rows))
-
-
-def section_generate(args: argparse.Namespace) -> None:
-    low, width = LOW[args.low], 512 if args.size == "full" else 64
-    torch.manual_seed(0)
-    model = Speaker(width).eval()
-    past, token = model.past(16), torch.randint(0, 256, (1, 1))
-    copied = Speaker(width).eval().to(low)
-    count = 16 if args.quick else 64
-
-    def spoken(run: Callable[[torch.Tensor, Past], tuple[torch.Tensor, Past]], past: Past) -> Step:
-        def speak() -> None:
-            x, kept = token, past
-            for _ in range(count):
-                logits, kept = run(x, kept)
-                x = logits.argmax(-1, keepdim=True)
-
-        return speak
-
-    arms = {
-        "fp32": spoken(model, past),
-        "torch.amp": spoken(amp_forward(model, "cpu", low), past),
-        "all 16 bits": spoken(copied, tuple((k.to(low), v.to(low)) for k, v in past)),
-        "planned": spoken(for_inference(model, (token, past), policy=args.policy), past),
-    }
-    with torch.inference_mode():
-        runs = {arm: run for arm, run in arms.items() if arm in args.arms}
-        times, rounds = rounds_of(runs, args.rounds, seconds=args.seconds)
-    rows = [[arm, f"{count / timing.seconds:.0f}", str(rounds)] for arm, timing in times.items()]
-    print(table([f"generate, GPT 4x{width}", "tokens/s", "rounds"], rows))
 
 
 # ---- training to the end, and flips ----------------------------------------------------------------------------------
@@ -436,7 +361,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=600.0, help="end a table's rounds early after this, but not before 3"
     )
-    parser.add_argument("--batches", type=int, default=3, help="over how many batches errors are taken")
+    parser.add_argument(
+        "--batches", type=int, default=24, help="over how many batches errors are taken: 3 of 40 values tell 10%%"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, 3 rounds, 1 batch, no compiled arms")
     args = parser.parse_args()
     native = detect("cpu").native("bf16")

@@ -145,9 +145,15 @@ def roofline(
 
 
 def _kept_low(graph: Graph, keep: bool) -> Bools:
-    """[tensors] which stored tensors keep a low copy between steps. One that is written in place would outdate it."""
-    mutated = np.isin(np.arange(len(graph.tensors)), list(graph.mutated))
-    return graph.index.stored & ~mutated & keep
+    """[tensors] which stored tensors keep a low copy between steps. One that is written in place would outdate it.
+
+    Nor is there one of a table of which a training step reads some rows: each step would write all of it anew.
+    """
+    index = graph.index
+    mutated = np.isin(np.arange(index.tensors), list(graph.mutated))
+    by_rows = np.fromiter((op.bytes is not None for op in graph.ops), bool, index.ops)
+    table = index.reads.any(index.tensors) & ~index.reads.keep(~by_rows[index.reads.op]).any(index.tensors)
+    return index.stored & ~mutated & ~(table & graph.training) & keep
 
 
 def _passes(graph: Graph) -> Floats:

@@ -86,6 +86,23 @@ def test_a_weight_that_is_written_in_place_keeps_no_low_copy() -> None:
     assert not roofline(build.build(), T4, "fp16").kept.any()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_table_that_a_training_step_reads_by_rows_alone_keeps_no_low_copy(training: bool, tied: bool) -> None:
+    build = GraphBuilder()
+    build.tensor("ids", (4,), kind="input", format="int64")
+    build.tensor("table", (1000, 8), kind="weight")
+    rows = build.tensor("rows", (4, 8))
+    build.op("embed", "embedding", ["table", "ids"], ["rows"], bytes=2 * 4 * 8 * 4)
+    build.tensor("scores", (4, 1000), kind="output")
+    build.op("head", "linear", [rows, "table"] if tied else [rows], ["scores"])
+    graph = build.build(training=training)
+    costs = roofline(graph, T4, "fp16", keep_low_weights=True)
+    table = graph.tensor("table")
+    assert costs.kept[table] == (tied or not training)
+    assert (costs.down[table] == 0) == costs.kept[table]
+
+
 def test_an_emulated_format_is_slower_than_fp32_and_the_plan_comes_out_fp32() -> None:
     graph = product()
     costs = roofline(graph, T4, "bf16")
