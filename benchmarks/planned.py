@@ -12,6 +12,7 @@ Sections:
     infer     a forward without gradients of 1 and of 64 tokens, its error against fp64, and its linear layers alone
     generate  tokens per second, one at a time, with keys and values kept
     follow    500 steps of training in the plan's formats beside fp32 from several seeds
+    predict   the times of steps that plans predict, beside those that the clock shows
     flips     the most decisive ops of a plan, each flipped: predicted, and measured where it can be
 
 All arms of a table run in turn in one process, with fixed allocator thresholds; medians, and page faults per run.
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _models import GPT, Task, planned_tasks
 from _planned_counts import amp_forward, count, error, low_forward
 from _planned_inference import LOW, Step, section_generate, section_infer, that_run
+from _planned_predicted import predicted_beside_measured
 
 from castwise.hardware import detect
 from castwise.plan import Verdict
@@ -339,6 +341,7 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "infer": section_infer,
     "generate": section_generate,
     "follow": section_follow,
+    "predict": lambda args: predicted_beside_measured(chosen(args), args),
     "flips": section_flips,
 }
 
