@@ -3,7 +3,7 @@
     python benchmarks/faults.py                        # every layer and fault; 100 healthy steps per kind and format
     python benchmarks/faults.py --healthy 1000 --kinds gpt,t5
     python benchmarks/faults.py --sample               # each fault once in each kind, in another layer each
-    python benchmarks/faults.py --sample --compiled aot_eager   # through torch.compile
+    python benchmarks/faults.py --sample --compiled aot_eager   # through torch.compile; inductor rounds as written
     python benchmarks/faults.py --sample --planned              # through a plan that computes all it may in float16
 
 Faults enter through data, weights, or an operation put into a layer's own forward; never through a hook of Castwise.
@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._inductor.config
 from _fault_models import KINDS, Kind, Namer
 from _faults import FAULTS, SWITCHED, Fault, Search, Switches, put_into
 from torch import nn
@@ -65,6 +66,8 @@ class Run:
         if how == "planned":
             plan = plan_of(kind, fmt, seed)
         elif how:
+            # Else a fused kernel keeps what is between its first and last value in float32, where nothing overflows.
+            torch._inductor.config.emulate_precision_casts = True
             self.prefix, self.called = "_orig_mod.", torch.compile(self.model, backend=how)
         options = {"enabled": guard, "patience": 0, "stop_after": STOP_AFTER}
         self.amp = Amp(self.called, optimizer, Policy.from_dict({"format": fmt, "guard": options}), plan=plan)

@@ -321,6 +321,28 @@ def test_parts_that_are_called_one_by_one_are_found() -> None:
     assert amp.finding is not None and amp.finding.layer == "decoder.blocks.1"
 
 
+def test_a_part_is_raised_although_the_parts_after_it_were_given_what_it_broke() -> None:
+    model = nn.ModuleDict({"encoder": nn.Sequential(Block(), Block(1e6)), "decoder": nn.Linear(8, 3)})
+    amp = amp_for(model, raise_layers=True)
+    taken = []
+    for _ in range(2):
+        with amp:
+            loss = total(model["decoder"](model["encoder"](inputs())))
+        taken.append(amp.step(loss).stepped)
+    assert taken == [False, True] and amp.policy.layers[0].match == "encoder.1"
+
+
+def test_a_model_under_vmap_is_found_once_the_fault_returns() -> None:
+    model = Stack(Block(), Block(1e6))
+    amp = amp_for(model, stop_after=10)
+    for _ in range(3):
+        with amp:
+            loss = total(torch.vmap(model)(inputs()))
+        amp.step(loss)
+    assert amp.finding is not None and amp.finding.kind is Kind.RANGE
+    assert (amp.finding.layer, amp.finding.op) == ("blocks.1", "mul")
+
+
 def test_a_fault_in_the_loss_is_said_to_be_there_and_found_to_the_line_when_it_returns() -> None:
     model = Stack(Block())
 
@@ -332,6 +354,50 @@ def test_a_fault_in_the_loss_is_said_to_be_there_and_found_to_the_line_when_it_r
     second = finding(model, inputs(), loss=loss, steps=2)
     assert (second.phase, second.op, second.kind) == ("loss", "log", Kind.BROKEN)
     assert second.line.endswith(".loss")
+
+
+def test_bad_targets_are_the_datas_fault_and_found_at_the_line_that_reads_them() -> None:
+    target = torch.full((4, 8), NAN)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output.float(), target)
+
+    found = finding(Stack(Block()), inputs(), loss=loss, steps=2)
+    assert (found.kind, found.phase, found.source) == (Kind.DATA, "loss", "constant that mse_loss reads")
+    assert found.line.endswith(".loss")
+
+
+def test_a_tensor_that_a_layer_keeps_to_itself_is_named_by_what_reads_it() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.factor = nn.Linear(8, 8), (torch.full((8,), NAN),)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.factor[0]  # type: ignore[no-any-return]
+
+    found = finding(Stack(Keeps()), inputs())
+    assert (found.kind, found.phase, found.layer) == (Kind.BROKEN, "forward", "blocks.0")
+    assert found.source == "constant that mul in blocks.0 reads" and found.line.endswith("Keeps.forward")
+
+
+def test_a_hook_of_a_weight_that_breaks_its_gradient_is_found_at_its_line() -> None:
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * NAN
+
+    model = Stack(Block())
+    model.blocks[0].first.weight.register_hook(spoil)
+    found = finding(model, inputs())
+    assert (found.kind, found.op) == (Kind.BROKEN, "mul") and found.line.endswith(".spoil")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_compiled_torchscript_inside_a_model_is_seen_through() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 3))
+    with torch.no_grad():
+        next(model[1].parameters()).fill_(NAN)
+    found = finding(model, inputs(), fmt="float32")
+    assert (found.kind, found.source) == (Kind.BROKEN, "parameter 1.0.weight")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

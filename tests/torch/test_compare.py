@@ -165,6 +165,30 @@ def test_a_shared_layer_has_a_line_for_each_call() -> None:
     assert not math.isnan(found.layers[0].backward)
 
 
+def test_what_a_block_computes_after_its_layers_is_told_as_the_blocks() -> None:
+    class Gated(nn.Module):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.up, self.gate, self.gain = nn.Linear(4, 8), nn.Linear(4, 8), gain
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) * self.gain * self.gate(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Gated(1e6), nn.Linear(8, 4))
+    found = compare(model, torch.randn(4, 4), "float16", loss=lambda y: (y.float() * 1e-6).square().mean())
+    assert [d.layer for d in found.layers] == ["0", "1.up", "1.gate", "1", "2"]
+    assert found.first_divergence is not None and found.first_divergence.layer == "1"
+    assert found.first_divergence.overflow > 0 and math.isnan(found.first_divergence.own)
+    assert not math.isnan(found.ordered("own")[0].own), "what was not measured comes last"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_compiled_torchscript_is_a_layer() -> None:
+    found = compare(nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(4, 4)), torch.randn(2, 4), "bfloat16")
+    assert [d.layer for d in found.layers] == ["0", "1"]
+
+
 def test_the_command_compares_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "task.py").write_text(TASK)
     assert main(["compare", f"{tmp_path / 'task.py'}:Task", "--precisions", "fp32,fp16", "--html", str(tmp_path)]) == 0
@@ -194,3 +218,14 @@ class Task:
     def evaluate(self, model):
         return 0.0
 """
+
+
+def test_a_task_whose_model_is_no_module_of_torch_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.py").write_text(
+        TASK.replace("return nn.Sequential(", "return dict(parts=(").replace("Linear(8, 1))", "Linear(8, 1)))")
+    )
+    assert main(["compare", f"{tmp_path / 'task.py'}:Task", "--precisions", "fp32,fp16"]) == 1
+    told = capsys.readouterr().err
+    assert "is a dict" in told and "castwise study" in told

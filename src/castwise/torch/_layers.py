@@ -44,8 +44,9 @@ class LayerHooks:
             hooked.add(module)
             layer = representative.setdefault(covering, path_of[module])
             hook = _LayerHook(policy, device_type, layer)
-            self._handles.append(module.register_forward_pre_hook(hook.enter, prepend=True))
-            self._handles.append(module.register_forward_hook(hook.leave, always_call=True))
+            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
+            self._handles.append(nn.Module.register_forward_pre_hook(module, hook.enter, prepend=True))
+            self._handles.append(nn.Module.register_forward_hook(module, hook.leave, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -100,7 +100,7 @@ def _forward(
     replay: Replay, call: Call, root: Made | Source, context: Context, scale: float, device_type: str
 ) -> Finding:
     if isinstance(root, Source):
-        return root_finding(root, Kind.DATA if root.kind == "input" else Kind.BROKEN, scale)
+        return root_finding(root, Kind.DATA if root.is_data else Kind.BROKEN, scale)
     wide = _in_float32(replay, call, context, device_type)
     cured = wide is None or _phase(wide) == "backward"
     return root_finding(root, Kind.RANGE if cured else Kind.BROKEN, scale)
@@ -152,8 +152,11 @@ def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: fl
         evidence = f"{seen_on}{root.values}"
         if root.kind == "gradient":
             return Finding(kind=kind, phase="loss", evidence=f"gradient {root.name}: {evidence}", scale=scale)
-        layer = root.name.rpartition(".")[0] if root.kind in ("parameter", "buffer") else ""
-        return Finding(kind=kind, layer=layer, source=f"{root.kind} {root.name}", evidence=evidence, scale=scale)
+        layer = root.name.rpartition(".")[0] if root.kind in ("parameter", "buffer") else root.layer
+        phase, source = "forward" if layer is not None else "loss", f"{root.kind} {root.name}"
+        return Finding(
+            kind=kind, phase=phase, layer=layer or "", source=source, line=root.line, evidence=evidence, scale=scale
+        )
     inputs = ", ".join(map(str, root.inputs[:4])) or "nothing"
     outputs = ", ".join(map(str, root.outputs[:2]))
     divisors = root.inputs[-1:] if root.op.rstrip("_") in _DIVIDE else ()
@@ -175,7 +178,7 @@ def root_finding(root: Made | Source, kind: Kind, scale: float, finite_scale: fl
 def live_finding(root: Made | Source, scale: float, scales: Sequence[float]) -> Finding:
     """The finding of a step that was traced while it ran: the operation by itself tells the cause."""
     if isinstance(root, Source):
-        return root_finding(root, Kind.DATA if root.kind == "input" else Kind.BROKEN, scale)
+        return root_finding(root, Kind.DATA if root.is_data else Kind.BROKEN, scale)
     wide = root.alone is not None and root.alone.finite()
     backward = root.phase == "backward" and bool(scales)
     if backward and (wide or (root.alone is not None and root.alone.finite(scales[0] / scale))):

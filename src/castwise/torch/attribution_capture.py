@@ -101,8 +101,9 @@ class Recorder:
         self._kept = 0
         for path, module in [("", self.model)] if self._whole else _entrances(self.model):
             hook = _Hook(self, path)
-            self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(hook.after, always_call=True))
+            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
+            self._handles.append(nn.Module.register_forward_pre_hook(module, hook.before, with_kwargs=True))
+            self._handles.append(nn.Module.register_forward_hook(module, hook.after, always_call=True))
         compiled = getattr(self.model, "_compiled_call_impl", None)
         if compiled is not None:  # `model.compile()`: hooks would be traced into the graph
             self._compiled = compiled
@@ -167,6 +168,8 @@ class Recorder:
         depth = getattr(self._local, "depth", 0)
         self._local.depth = depth + 1
         if depth or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        if _transformed():  # what a call of `torch.vmap` or `torch.func.grad` is given is gone when it returns
             return
         buffers = None
         if self.careful:
@@ -258,6 +261,9 @@ def _entrances(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if module is model or container:
             waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     return list(found.values())
+
+
+_transformed = torch._C._functorch.peek_interpreter_stack
 
 
 def _plain(tree: Any) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import fx, nn
 
 from . import _aten
-from .attribution_trace import Trace, of_program
+from .attribution_lines import of_program
+from .attribution_trace import Trace
 from .capture import flat_inputs
 
 __all__ = ["PartsTrace", "run_planned"]

@@ -12,13 +12,9 @@ autograd node: nodes carry numbers that count up, and the trace knows which modu
 from __future__ import annotations
 
 import math
-import re
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .attribution_lines import line_of_hook, line_of_program
 from .attribution_trees import mapped, tensors_in
 from .attribution_values import (
     Values,
@@ -42,7 +39,6 @@ from .attribution_values import (
 )
 
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
-_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # Kernels of products, in the spelling that reaches the dispatcher.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "addmv", "mv", "dot"})
 # Sources in the order in which they are believed. A buffer may be handed to an operation that does not read it (running
@@ -50,7 +46,6 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "addmv", 
 _ORDER = ("input", "parameter", "gradient", "buffer", "constant")
 _CERTAIN = frozenset({"input", "parameter", "gradient"})
 _COLLECTIVES = "_c10d_functional"
-_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _ACCUMULATE = 2**63  # sequence numbers of nodes that add to leaves are above this
 
 
@@ -60,12 +55,20 @@ class Source:
 
     kind: "input", "parameter", "buffer", "gradient" (of an output, from the loss) or "constant".
     rank: the one that it was seen on, where others did not; -1 where there are no others.
+    layer, line: where a constant was read first; no layer where that is not in the model.
     """
 
     kind: str
     name: str
     values: Values
     rank: int = -1
+    layer: str | None = ""
+    line: str = ""
+
+    @property
+    def is_data(self) -> bool:
+        """Whether the program gave it to the model, or to the loss that it makes of the model's outputs."""
+        return self.kind == "input" or (self.kind == "constant" and self.layer is None)
 
 
 @dataclass(slots=True, eq=False)
@@ -158,8 +161,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hook(self) -> None:
         for path, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, path), prepend=True))
-            self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
+            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
+            enter = nn.Module.register_forward_pre_hook(module, _Enter(self, path), prepend=True)
+            self._handles += [enter, nn.Module.register_forward_hook(module, _Leave(self, path), always_call=True)]
 
     def __enter__(self) -> Trace:
         self._hook()
@@ -214,7 +218,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         in_backward = node is not None and not self._stack
         if not in_backward:
-            self._mark(self.line or _line())
+            self._mark(self.line or line_of_program())
         name = func._schema.name.partition("::")[2]
         writes = func._schema.is_mutable or "batch_norm" in name  # which writes statistics that its schema hides
         before = as_they_were(args, kwargs) if writes else None
@@ -250,9 +254,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_backward: bool,
         mark: _Mark | None,
     ) -> None:
-        causes = tuple(self._writer(x, v) for x, v in inputs if v.bad)
         layer = (mark.layer if mark is not None else None) if in_backward else self.layer
-        line = (mark.line if mark is not None else "") if in_backward else self.line or _line()
+        line = self.line or line_of_program()
+        if in_backward:
+            line = mark.line if mark is not None else line_of_hook()
+        causes = tuple(self._writer(x, v, name, layer, line) for x, v in inputs if v.bad)
         alone = None if causes or func._schema.is_mutable else _Alone(func, args, kwargs)
         made = Made(
             len(self.made),
@@ -292,10 +298,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage_of(x)
         return self._outside[key._cdata][1] if key is not None and key._cdata in self._outside else ""
 
-    def _writer(self, x: torch.Tensor, values: Values) -> Made | Source:
+    def _writer(
+        self, x: torch.Tensor, values: Values, reader: str = "", layer: str | None = "", line: str = ""
+    ) -> Made | Source:
+        """What made a tensor bad, which an op of a layer reads at a line."""
         key = storage_of(x)
         known = self._writers.get(key._cdata) if key is not None else None
-        return known[1] if known is not None else Source("constant", "a tensor from outside of the model", values)
+        if known is not None:
+            return known[1]
+        name = f"that {reader}{f' in {layer}' if layer else ''} reads" if reader else "from outside of the model"
+        return Source("constant", name, values, layer=layer, line=line)
 
     # ---- the walk back ----
 
@@ -375,23 +387,3 @@ def _arrived(result: Any) -> None:
     for _, x in tensors_in(result):
         if type(x) is torch.Tensor:
             torch.ops._c10d_functional.wait_tensor(x)
-
-
-def _line() -> str:
-    """The line of the program, outside of torch and of Castwise, that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if of_program(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {_function(frame.f_code.co_qualname)}"
-        frame = frame.f_back
-    return ""
-
-
-def of_program(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return not path.startswith(_OUTSIDE) and not path.startswith("<")
-
-
-def _function(name: str) -> str:
-    """Its own name, also where the tracer of torch.compile has cut it in two."""
-    return _RESUMED.sub(r"\1", name)

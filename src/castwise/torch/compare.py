@@ -4,7 +4,8 @@
 
 Each layer that computes is looked at twice: as it runs inside the whole model, and by itself on float32's own inputs.
 The second tells what the layer adds; running it in float32 on inputs and weights that were rounded first tells how much
-of that is due to casts. Gradients are compared at the loss scale that training would find, and without one.
+of that is due to casts. A module that has others inside is looked at where its own forward computes something after
+them, and only as it runs. Gradients are compared at the loss scale that training would find, and without one.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class _Seen:
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any, output: torch.Tensor, random: Any) -> None:
         self.module, self.args, self.kwargs, self.random = module, args, kwargs, random
+        self.whole = _is_whole(module)
         self.output = output.detach().double()
         self.gradient: torch.Tensor | None = None
 
 
 @dataclass
 class _Pass:
-    """Every call of every layer without children, by path (``path#2`` for a second call); and how backward ended."""
+    """Every call of every layer that computes, by path (``path#2`` for a second call); and how backward ended."""
 
     calls: dict[str, _Seen] = field(default_factory=dict)
     finite: bool = True  # the gradients of all parameters
@@ -107,6 +109,7 @@ def compare_step(
             found = [
                 _difference(order, seen, narrow.calls.get(key), plain.calls.get(key), key, context, resolved, device)
                 for order, (key, seen) in enumerate(wide.calls.items())
+                if not seen.whole or _like(narrow.calls.get(key), seen)
             ]
     finally:
         if hooks is not None:
@@ -142,6 +145,7 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
     done = _Pass()
     seen = done.calls
     random: dict[nn.Module, Any] = {}
+    given: list[tuple[torch.UntypedStorage, int]] = []  # what layers gave, and how often it was written until then
 
     def begin(module: nn.Module, args: Any) -> None:
         random[module] = generators(False)
@@ -151,10 +155,15 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
             y = next((y for _, y in tensors_in(output) if y.is_floating_point()), None)
             if y is None:
                 return
+            inside = _is_whole(module)
+            memory = (y.untyped_storage(), y._version)
+            if inside and any(memory[0]._cdata == s._cdata and memory[1] == v for s, v in given):
+                return  # what it gives is what a layer inside gave
+            given.append(memory)
             count = 1 + sum(key == path or key.startswith(f"{path}#") for key in seen)
-            one = seen[path if count == 1 else f"{path}#{count}"] = _Seen(
-                module, *_kept(args, kwargs), y, random[module]
-            )
+            own_args, own_kwargs = ((), {}) if inside else _kept(args, kwargs)
+            one = _Seen(module, own_args, own_kwargs, y, random[module])
+            seen[path if count == 1 else f"{path}#{count}"] = one
             if y.requires_grad:
                 y.register_hook(lambda g: setattr(one, "gradient", g.detach().double() / scale))  # type: ignore[no-untyped-call]
 
@@ -162,9 +171,9 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
 
     handles: list[Any] = []
     for path, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            handles.append(module.register_forward_pre_hook(begin))
-            handles.append(module.register_forward_hook(note(path), with_kwargs=True))
+        # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
+        handles.append(nn.Module.register_forward_pre_hook(module, begin))
+        handles.append(nn.Module.register_forward_hook(module, note(path), with_kwargs=True))
     try:
         with runner.undisturbed(call):
             with context():
@@ -177,6 +186,15 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
         for handle in handles:
             handle.remove()
     return done
+
+
+def _like(narrow: _Seen | None, wide: _Seen) -> bool:
+    return narrow is not None and narrow.output.shape == wide.output.shape
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether it is looked at only as it runs: it has others inside, or cannot be given other weights."""
+    return isinstance(module, torch.jit.ScriptModule) or any(True for _ in module.children())
 
 
 def _kept(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -200,10 +218,16 @@ def _difference(
     device_type: str,
 ) -> LayerDifference:
     true = wide.output
-    alone = _alone(wide, context)
-    cast = _cast(wide, policy, device_type)
-    rounded = _round(cast, policy, device_type)
-    total = narrow.output if narrow is not None and narrow.output.shape == true.shape else alone
+    own = casts = rounding = accumulation = float("nan")
+    total = narrow.output if narrow is not None and _like(narrow, wide) else None
+    if not wide.whole:
+        alone = _alone(wide, context)
+        cast = _cast(wide, policy, device_type)
+        rounded = _round(cast, policy, device_type)
+        own, casts, rounding = _error(alone, true, true), _error(cast, true, true), _error(rounded, cast, true)
+        accumulation = _error(alone, rounded, true) if alone.shape == rounded.shape else float("nan")
+        total = alone if total is None else total
+    assert total is not None
     kept = true.isfinite()
     gradient = narrow.gradient if narrow is not None else None
     both = gradient is not None and wide.gradient is not None
@@ -211,10 +235,10 @@ def _difference(
         layer=key or "the model itself",
         order=order,
         total=_error(total, true, true),
-        own=_error(alone, true, true),
-        casts=_error(cast, true, true),
-        rounding=_error(rounded, cast, true),
-        accumulation=_error(alone, rounded, true) if alone.shape == rounded.shape else float("nan"),
+        own=own,
+        casts=casts,
+        rounding=rounding,
+        accumulation=accumulation,
         overflow=_share(kept & ~total.isfinite()),
         underflow=_share((true != 0) & (total == 0)),
         backward=_backward_error(narrow, wide),

@@ -101,12 +101,13 @@ class Remedy:
 
     def broken(self, calls: Sequence[Call]) -> tuple[str, str, str] | None:
         """Layer, op and phase where the calls break under what is in force; None where they do not."""
-        for call in calls:
+        for number, call in enumerate(calls):
             repeat = self.replay.traced(call, self.context)
             root, self._feeds = repeat.root, repeat.feeds
             if isinstance(root, Made):
                 return root.layer, root.op, root.phase
-            if root is not None and root.kind != "gradient":  # what the loss sends back is none of the model's
+            # What the loss sends back is none of the model's, and what another call gave may be well by now.
+            if root is not None and root.kind != "gradient" and not (number and root.kind == "input"):
                 return "", root.kind, "source"
         return None
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attribution_trace import Trace, _line
+from .attribution_lines import line_of_program
+from .attribution_trace import Trace
 from .attribution_trees import mapped, tensors_in
 from .look_causes import Kernel, Loops, hazards_of, input_hazard
 
@@ -78,8 +79,8 @@ class Look(Trace):
 
     def __enter__(self) -> Look:
         for path, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, path), prepend=True))
-            self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
+            enter = nn.Module.register_forward_pre_hook(module, _Enter(self, path), prepend=True)
+            self._handles += [enter, nn.Module.register_forward_hook(module, _Leave(self, path), always_call=True)]
         if "torch._dynamo" in sys.modules:  # compiled code shows no kernels, and a full graph refuses to be watched
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
@@ -134,7 +135,7 @@ class Look(Trace):
 
     def _note_loop(self, name: str, args: Any) -> None:
         if name in ("add", "add_") and all(isinstance(x, torch.Tensor) and x.dtype in LOW for x in args[:2]):
-            self._loops.before(args[0], args[1], _line())
+            self._loops.before(args[0], args[1], line_of_program())
 
     def _measure(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, phase: str, layer: str) -> None:
         if name == "_to_copy" and args[0].is_floating_point() and result.is_floating_point():
@@ -146,7 +147,7 @@ class Look(Trace):
             if shares is not None and low.shape == wide.shape:
                 shares.add(low.detach(), wide)
         if phase == "forward":
-            kernel = Kernel(name, args, kwargs, result, wides[0] if wides else None, layer, _line())
+            kernel = Kernel(name, args, kwargs, result, wides[0] if wides else None, layer, line_of_program())
             for cause, evidence in hazards_of(kernel):
                 self.hazard(cause, f"{evidence}, in {layer or 'the model itself or around it'} ({kernel.line})")
             for cause, evidence in self._loops.after(name, result):

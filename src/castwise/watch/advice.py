@@ -48,8 +48,14 @@ def _weight_cast(finding: Finding, op: str) -> bool:
 _CAUSES = (
     _Cause(
         "inputs",
-        lambda f, op: f.kind is Kind.DATA,
+        lambda f, op: f.kind is Kind.DATA and f.phase != "loss",
         "The input holds infinite or NaN values: clean the data, or drop such samples, before the model.",
+    ),
+    _Cause(
+        "targets",
+        lambda f, op: f.kind is Kind.DATA and f.phase == "loss",
+        "The loss reads a tensor with infinite or NaN values that is not of the model, such as targets or weights of "
+        "samples: clean the data, or leave such entries out of the loss.",
     ),
     _Cause(
         "inputs out of range",

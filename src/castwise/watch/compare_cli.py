@@ -48,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _first_step(spec: str) -> tuple[Any, Callable[[], Any]]:
     """The model of a study task, and what gives its loss on the first training batch."""
+    from torch import nn
+
     from castwise.study.protocol import load_task
 
     try:
@@ -55,6 +57,11 @@ def _first_step(spec: str) -> tuple[Any, Callable[[], Any]]:
     except CastwiseError as error:
         raise type(error)(f"{error} Name a study task: digits, text, or file.py:Task.") from None
     model = task.model(0)
+    if not isinstance(model, nn.Module):
+        raise CastwiseError(
+            f"The model of {spec!r} is a {type(model).__name__}, and only the layers of a torch.nn.Module are compared "
+            f"one by one. `castwise study {spec}` compares whole runs, also of JAX and Keras."
+        )
     batches: Iterable[Any] = task.batches(0)
     batch = next(iter(itertools.islice(batches, 1)), None)
     if batch is None:

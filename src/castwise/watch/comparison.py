@@ -17,6 +17,8 @@ _DIVERGED = 0.1  # relative error of outputs from which two runs are no longer t
 class LayerDifference:
     """What one layer's output is off by; relative errors are Euclidean norms over the float32 value's norm.
 
+    What the layer itself does (`own` to `accumulation`) is NaN for one that has others inside.
+
     Attributes:
         layer: its path. order: its place in the forward.
         total: of its output in the other precision, what came in included.
@@ -126,7 +128,7 @@ class Comparison:
 
 
 def _rank(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return -1.0 if math.isnan(value) else value  # what was not measured comes last
 
 
 def _shown(value: float) -> str:
