@@ -31,6 +31,7 @@ from . import _aten
 from ._apply_parts import AppliedParts, part_of, parts_of, with_raised
 from ._caches import Returned, caches_of, carried, packed_call
 from ._casts import CastCache
+from ._copies import InPlace, remade
 from ._flat import FlatRun, KeptCasts
 from ._kernels import channels_last_where_it_pays
 from ._narrow import NarrowGradients
@@ -112,6 +113,11 @@ class Applied(nn.Module):
         made = Applied(part, self.castwise_plan, emulate=self._emulate, wrap=self._wrap)
         made._casts, made._raised = self._casts, self._raised
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what a file of it is loaded as, applies the plan to its own model, and captures that anew."""
+        more = {} if self._wrap is None else {"wrap": self._wrap}
+        return remade, (type(self), self.castwise_model, self.castwise_plan, self._emulate, self._raised, more)
 
     @property
     def has_breaks(self) -> bool:
@@ -241,7 +247,7 @@ class Applied(nn.Module):
         """
         model = self.castwise_model
         before, kept = model.__dict__.get("forward"), (self._casts.cache, self._casts.gradients)
-        model.__dict__["forward"] = self.forward
+        model.__dict__["forward"] = InPlace(self)
         self._casts.cache, self._casts.gradients = casts, gradients
         try:
             yield
