@@ -338,6 +338,8 @@ def solve_formats(
 
 def _best(problem: Problem, lam: float | None, mu: float, budget: float | None, known: Bools | None = None) -> Point:
     if budget is not None:
+        if not budget >= 0:
+            raise PlanError(f"A budget of {budget!r} makes no sense. Give the noise that is allowed, 0 or more.")
         return within_budget(problem, budget, mu, known)
     if lam is None or not lam >= 0:
         raise PlanError(f"A price of noise of {lam!r} makes no sense. Give seconds per unit of noise, 0 or more.")

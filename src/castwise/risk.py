@@ -172,6 +172,18 @@ class Risks:
         """A noise as a relative root-mean-square error of the output."""
         return math.sqrt(noise / self.reference)
 
+    def allowed(self, error: float) -> float:
+        """The noise that such a relative root-mean-square error of the output is.
+
+        Raises PlanError where ``error`` is none: negative, or not a number.
+        """
+        if not error >= 0:
+            raise PlanError(
+                f"A budget of {error!r} makes no sense. Give the relative error of the outputs that the plan may "
+                "cause, such as 0.01; 0 allows none."
+            )
+        return error**2 * self.reference
+
     def check(self, graph: Graph) -> None:
         """Raise PlanError unless these risks are finite, not negative, and fit the graph."""
         ops, tensors = len(graph.ops), len(graph.tensors)

@@ -173,6 +173,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
     costs, risks = roofline(graph, get_device("a100"), "bf16"), risks_of(graph)
     for change, message in (
         ({"lam": 1.0, "budget": 1.0}, "not both"),
+        ({"budget": -1.0}, "budget of -1.0 makes no sense"),
+        ({"budget": float("nan")}, "budget of nan makes no sense"),
         ({"lam": -1.0}, "0 or more"),
         ({"mu": -1.0}, "0 or more"),
         ({"favour": "beauty"}, "Favour 'speed' or 'memory'"),

@@ -172,3 +172,16 @@ def test_a_budget_without_16_bit_formats_is_refused() -> None:
     model, inputs = cases()["wide"]
     with pytest.raises(PlanError, match="nothing computes in 16 bits"):
         plan(model, inputs, policy="float32", budget=1e-3)
+
+
+@pytest.mark.parametrize("budget", [-1.0, float("nan")])
+def test_a_budget_that_is_no_error_is_refused(budget: float) -> None:
+    model, inputs = cases()["gpt"]
+    with pytest.raises(PlanError, match=rf"A budget of {budget} makes no sense"):
+        plan(model, inputs, policy="bfloat16", device="h100", budget=budget)
+
+
+def test_a_budget_allows_the_noise_that_it_is_as_a_relative_error() -> None:
+    model, inputs = cases()["gpt"]
+    risks = calibrate(capture(model, inputs, training=True), "bf16", [inputs])
+    assert risks.allowed(0.0) == 0 and risks.relative(risks.allowed(3e-3)) == pytest.approx(3e-3)

@@ -80,7 +80,7 @@ class Prepared:
                 "A budget was given, but no rounding was priced here. Leave it out, or name a low format narrower "
                 "than what the function computes in: policy='bfloat16', or policy='float32' for float64."
             )
-        allowed = None if budget is None else budget**2 * self.risks.reference
+        allowed = None if budget is None else self.risks.allowed(budget)
         made = solve(self.captured.graph, self.costs, self.risks, self.policy, budget=allowed, versions=versions())
         return Plan.of(made, structure=structure_of(self.captured.closed.jaxpr), rounded=self.rounded)
 

@@ -70,7 +70,7 @@ class Prepared:
 
     def solve(self, budget: float | None = None, favour: Favour = "speed") -> Plan:
         """The best plan, as it was solved: not verified. `budget` is a relative error of the outputs."""
-        noise = None if budget is None else budget**2 * self.risks.reference
+        noise = None if budget is None else self.risks.allowed(budget)
         if noise is not None and not self.risks.measured:
             raise PlanError(
                 "A budget was given, but nothing computes in 16 bits here. Give a 16-bit policy or a device."
