@@ -66,7 +66,16 @@ def test_a_line_that_is_still_being_written_waits(tmp_path: Path) -> None:
     assert read_jsonl(path, offset)[0] == [{"step": 2, "a": 2}]
 
 
-@pytest.mark.parametrize("text,match", [("nonsense\n", "line 1 is not JSON"), ('{"a": 1}\n', "no step")])
+@pytest.mark.parametrize(
+    "text,match",
+    [
+        ("nonsense\n", "line 1 is not JSON"),
+        ('{"a": 1}\n', "no step"),
+        ("[1, 2]\n", "no step"),
+        ('{"step": "first", "a": 1}\n', "its step is 'first'"),
+        ('{"step": NaN, "a": 1}\n', "its step is nan"),
+    ],
+)
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path, text: str, match: str) -> None:
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(CastwiseError, match=match):

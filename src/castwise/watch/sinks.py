@@ -124,8 +124,10 @@ def _records(data: bytes, path: object) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
         except ValueError as error:
             raise CastwiseError(f"{path}: line {number} is not JSON. Is it a file of castwise.torch.watch?") from error
-        if not isinstance(record, dict) or "step" not in record:
-            raise CastwiseError(f"{path}: line {number} is no record: it has no step.")
+        step = record.get("step") if isinstance(record, dict) else None
+        if not isinstance(step, int | float) or not math.isfinite(step):
+            told = "it has no step" if step is None else f"its step is {step!r}"
+            raise CastwiseError(f"{path}: line {number} is no record: {told}. Each record is an object with a step.")
         yield {key: _UNPLAIN.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
 
 
