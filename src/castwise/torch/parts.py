@@ -37,6 +37,9 @@ _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _PATH = re.compile(r"(?<=\().*[/\\](?=[^/\\]+ line \d+\))")
 _SKIPPED = re.compile(r"frame skipped: (.+)")
 _BRANCH = "generic_jump"
+_ON_DATA = "control flow depends on data"
+_COUNTED_AS = {"Data-dependent branching": _ON_DATA}
+"""What torch counts some breaks as, and how they are described where it says where they are."""
 _LONGEST_REASON = 100
 
 
@@ -140,7 +143,7 @@ def _described(reason: Any) -> str:
         name = frame.filename.replace("\\", "/").rsplit("/", 1)[-1]
         function = _RESUMED.sub(r"\1", frame.name)
         where = f"{name}:{frame.lineno} in {function}: {(frame.line or '').strip().rstrip(':')}: "
-    return where + ("control flow depends on data" if _BRANCH in reason.reason else _first_line(reason.reason))
+    return where + (_ON_DATA if _BRANCH in reason.reason else _first_line(reason.reason))
 
 
 def _first_line(text: str) -> str:
@@ -237,7 +240,7 @@ def _others(reasons: Sequence[str], known: Iterable[str]) -> list[str]:
         for found in skipped
         if found
     ]
-    return [*whole, *(why for why in dict.fromkeys(map(_first_line, reasons)) if why not in said)]
+    return [*whole, *(why for why in dict.fromkeys(map(_first_line, reasons)) if _COUNTED_AS.get(why, why) not in said)]
 
 
 def part_formats(captured: Captured | CapturedParts, number: int, formats: Mapping[str, str]) -> Mapping[str, str]:
