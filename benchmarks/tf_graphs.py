@@ -2,16 +2,20 @@
 
     python benchmarks/tf_graphs.py [--seconds 2] [--models mlp convnet transformer rnn]
 
-Of each model one training step (forward, backward, SGD) as one graph. Shown are the fastest step of runs that take
+Of each model one training step (forward, backward, SGD) as one graph. Shown are the median step of runs that take
 turns, relative to float32; the float casts in the graph that TensorFlow ran after its own optimisers; and the relative
 error of the loss's gradients against float64. "castwise auto" is what
-``castwise.tensorflow.autocast(step, example_inputs=...)`` chooses on this machine; "castwise bf16" is the preset, which
-ignores costs.
+``castwise.tensorflow.autocast(step, example_inputs=...)`` chooses on this machine; "castwise plan" the same when asked
+for bfloat16; "castwise bf16" is the preset, which ignores costs; "planned, A100" a plan for a device that computes it.
+
+Grappler rewrites to bfloat16 where oneDNN is enabled, which TensorFlow does by itself only on CPUs with AVX-512: it is
+enabled here. ``TF_ENABLE_ONEDNN_OPTS=0`` leaves it off, and Grappler then rewrites nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "tensorflow"))
 
@@ -31,11 +36,36 @@ import weak_cases
 
 from castwise.tensorflow import autocast, plan
 
-GRAPPLER = {
-    "grappler bf16": "auto_mixed_precision_onednn_bfloat16",  # TensorFlow ignores it on a CPU without bfloat16
-    "grappler fp16": "auto_mixed_precision_cpu",
-}
-SEED = 0
+GRAPPLER = "grappler bf16"
+DEVICE = "a100"
+SEED, IN_A_ROW = 0, 4
+
+
+def optimise(kind: str) -> None:
+    """Have Grappler rewrite what runs from now on, or not: TensorFlow asks at each call."""
+    tf.config.optimizer.set_experimental_options({"auto_mixed_precision_onednn_bfloat16": kind == GRAPPLER})
+
+
+def medians(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    """The median seconds of each; they take turns of a few calls, of which the first does not count."""
+    taken: dict[str, list[float]] = {kind: [] for kind in runs}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or min(map(len, taken.values())) < 3 * IN_A_ROW:
+        for kind, run in runs.items():
+            optimise(kind)
+            run()
+            for _ in range(IN_A_ROW):
+                begun = time.perf_counter()
+                run()
+                taken[kind].append(time.perf_counter() - begun)
+    optimise("")
+    return {kind: float(np.median(every)) for kind, every in taken.items()}
+
+
+def show(name: str, kind: str, median: float, wide: float, casts: int, error: float) -> None:
+    print(
+        f"{name:12} {kind:14} {1e3 * median:8.2f} ms {median / wide:6.2f} x {casts:4d} casts  {error:.2e}", flush=True
+    )
 
 
 class WhileRNN(keras.layers.Layer):
@@ -139,12 +169,12 @@ def exact_gradients(make: Callable[[], tuple[Any, Any]], start: list[Any]) -> li
 def measure(name: str, seconds: float) -> None:
     """Print the table of one model."""
     make = MODELS[name]
-    runs: dict[str, tuple[Any, Any]] = {}
+    runs: dict[str, Callable[[], Any]] = {}
     casts: dict[str, int] = {}
     errors: dict[str, float] = {}
     start: list[Any] = []
     exact: list[Any] = []
-    for kind in ("float32", *GRAPPLER, "keras", "castwise auto", "castwise bf16"):
+    for kind in ("float32", GRAPPLER, "keras", "castwise auto", "castwise plan", "castwise bf16", "planned, A100"):
         step, args, model, _ = step_of(make, "mixed_bfloat16" if kind == "keras" else "float32")
         if not start:
             start = [variable.numpy() for variable in model.variables]
@@ -154,61 +184,44 @@ def measure(name: str, seconds: float) -> None:
         fn = tf.function(step)
         if kind == "castwise auto":
             fn = autocast(fn, example_inputs=args)
+        elif kind == "castwise plan":
+            fn = autocast(fn, plan=plan(fn, *args, policy="bfloat16"))
         elif kind == "castwise bf16":
             fn = autocast(fn, "bfloat16")
-        tf.config.optimizer.set_experimental_options({option: kind == name for name, option in GRAPPLER.items()})
+        elif kind == "planned, A100":
+            fn = autocast(fn, plan=plan(fn, *args, policy="bfloat16", device=DEVICE))
+        optimise(kind)
         casts[kind] = len(graphs.float_casts(graphs.executed(fn, *args)))
         for variable, value in zip(model.variables, start, strict=True):
             variable.assign(value)
         found = [tf.cast(one, tf.float64).numpy() for one in fn(*args)][1:]
-        tf.config.optimizer.set_experimental_options(dict.fromkeys(GRAPPLER.values(), False))
         off = sum(float(np.square(a - b).sum()) for a, b in zip(found, exact, strict=True))
         errors[kind] = float(np.sqrt(off / sum(float(np.square(b).sum()) for b in exact)))
-        runs[kind] = (fn, args)
-    best = dict.fromkeys(runs, float("inf"))
-    until = time.perf_counter() + seconds
-    rounds = 0
-    while time.perf_counter() < until or rounds < 3:
-        rounds += 1
-        for kind, (fn, args) in runs.items():
-            begun = time.perf_counter()
-            fn(*args)
-            best[kind] = min(best[kind], time.perf_counter() - begun)
+        runs[kind] = functools.partial(fn, *args)
+    found = medians(runs, seconds)
     for kind in runs:
-        share = best[kind] / best["float32"]
-        print(
-            f"{name:12} {kind:14} {1e3 * best[kind]:8.2f} ms {share:6.2f} x {casts[kind]:4d} casts  {errors[kind]:.2e}",
-            flush=True,
-        )
+        show(name, kind, found[kind], found["float32"], casts[kind], errors[kind])
 
 
 def measure_case(name: str, seconds: float) -> None:
     """Print the table of one of the cases that lists of ops get wrong, planned for a device with bfloat16."""
     case = weak_cases.CASES[name]()
-    runs: dict[str, Any] = {}
-    for kind in ("float32", "grappler bf16", "castwise bf16", "planned, A100"):
+    runs: dict[str, Callable[[], Any]] = {}
+    casts: dict[str, int] = {}
+    errors: dict[str, float] = {}
+    for kind in ("float32", GRAPPLER, "castwise bf16", "planned, A100"):
         fn = tf.function(case.function)
         if kind == "castwise bf16":
             fn = autocast(fn, "bfloat16")
         elif kind == "planned, A100":
-            steps = weak_cases.STEPS if name == "loop carry" else 1
-            fn = autocast(fn, plan=plan(fn, *case.inputs, policy="bfloat16", device="a100", trips=steps))
-        tf.config.optimizer.set_experimental_options({option: kind == one for one, option in GRAPPLER.items()})
-        nodes = graphs.executed(fn, *case.inputs)
-        runs[kind] = (fn, len(graphs.float_casts(nodes)), case.error(fn(*case.inputs)))
-        tf.config.optimizer.set_experimental_options(dict.fromkeys(GRAPPLER.values(), False))
-    best = dict.fromkeys(runs, float("inf"))
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        for kind, (fn, _, _) in runs.items():
-            begun = time.perf_counter()
-            fn(*case.inputs)
-            best[kind] = min(best[kind], time.perf_counter() - begun)
-    for kind, (_, casts, error) in runs.items():
-        share = best[kind] / best["float32"]
-        print(
-            f"{name:12} {kind:14} {1e3 * best[kind]:8.2f} ms {share:6.2f} x {casts:4d} casts  {error:.2e}", flush=True
-        )
+            fn = autocast(fn, plan=plan(fn, *case.inputs, policy="bfloat16", device=DEVICE))
+        optimise(kind)
+        casts[kind] = len(graphs.float_casts(graphs.executed(fn, *case.inputs)))
+        errors[kind] = case.error(fn(*case.inputs))
+        runs[kind] = functools.partial(fn, *case.inputs)
+    found = medians(runs, seconds)
+    for kind in runs:
+        show(name, kind, found[kind], found["float32"], casts[kind], errors[kind])
 
 
 def main() -> None:

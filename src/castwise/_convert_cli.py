@@ -1,4 +1,4 @@
-"""``castwise convert`` and ``castwise verify``: a folder with a SavedModel goes to TensorFlow, all else to ONNX."""
+"""``castwise convert`` and ``castwise verify``: folders, as SavedModels are, go to TensorFlow, all else to ONNX."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def main_verify(args: argparse.Namespace) -> int:
 
 
 def _room(path: Path) -> Any:
-    return importlib.import_module(_TENSORFLOW if (path / "saved_model.pb").exists() else _ONNX)
+    return importlib.import_module(_TENSORFLOW if path.is_dir() else _ONNX)

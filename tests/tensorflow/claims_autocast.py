@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from castwise.errors import PolicyError
 from castwise.policy import LayerRule, Policy
-from castwise.tensorflow import autocast
+from castwise.tensorflow import autocast, plan
 
 graphs.two_devices()
 W = tf.Variable(graphs.weights(16, 16), name="w")
@@ -206,3 +206,9 @@ def test_misuse_says_what_to_do():
         autocast(3, "bf16")
     with pytest.raises(PolicyError, match="float16, bfloat16"):
         autocast(everything, "float8_e4m3fn")
+    with pytest.raises(PolicyError, match=r"example_inputs=\[x\]"):
+        autocast(everything, example_inputs=X)
+    with pytest.raises(PolicyError, match="example_inputs are for policy 'auto'"):
+        autocast(everything, "bf16", example_inputs=[X])
+    with pytest.raises(PolicyError, match="SavedModel"):
+        plan(3, X)

@@ -36,6 +36,34 @@ def test_a_keras_model_trains_in_a_rewritten_step_and_by_fit_beside_it():
     assert np.isfinite(model.fit(x.numpy(), y.numpy(), verbose=0).history["loss"]).all()
 
 
+class Rewritten(keras.Model):
+    """A model whose training step is rewritten."""
+
+    def train_step(self, data):
+        if getattr(self, "fast", None) is None:
+            self.fast = autocast(tf.function(super().train_step), "bfloat16")
+        return self.fast(data)
+
+
+def test_fit_trains_with_a_rewritten_training_step():
+    random = np.random.default_rng(0)
+    x = random.standard_normal((64, 16)).astype(np.float32)
+    y = x.sum(1, keepdims=True)
+    losses = []
+    for kind in (keras.Model, Rewritten):
+        keras.utils.set_random_seed(0)
+        given = keras.Input((16,))
+        out = keras.layers.Dense(1)(keras.layers.Dense(32, activation="gelu")(given))
+        model = kind(given, out)
+        model.compile(keras.optimizers.Adam(0.02), "mse", metrics=["mae"])
+        losses.append(model.fit(x, y, batch_size=32, epochs=12, shuffle=False, verbose=0).history["loss"])
+        assert int(model.optimizer.iterations.numpy()) == 24
+        assert set(model.evaluate(x, y, verbose=0, return_dict=True)) == {"loss", "mae"}
+    exact, ours = losses
+    assert ours[-1] < 0.5 * ours[0] and ours != exact
+    assert all(abs(a - b) < 0.05 * b for a, b in zip(ours, exact, strict=True))
+
+
 def test_mirrored_variables_train_on_two_devices():
     strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

@@ -133,7 +133,7 @@ def test_a_tolerance_that_takes_some_operations_wide_is_kept_and_one_too_small_i
     assert tight.signatures[0].error <= loose.signatures[0].error / 3
 
 
-def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path):
+def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path, capsys):
     with pytest.raises(ConversionError, match=r"no saved_model\.pb"):
         convert(tmp_path, tmp_path / "out")
     with pytest.raises(ConversionError, match="no input 'y'"):
@@ -145,6 +145,12 @@ def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path):
     with pytest.raises(CastwiseError):
         convert(saved / "loop", tmp_path / "out", format="float8_e4m3fn")
     assert sorted(path.name for path in tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "saved_model.pb").write_bytes(b"nothing of the kind")
+    for folder in ("empty", "damaged"):
+        assert main(["convert", str(tmp_path / folder), str(tmp_path / "out")]) == 1
+        assert "saved_model.pb" in capsys.readouterr().err and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     with pytest.raises(ConversionError, match="exists"):
         convert(saved / "loop", tmp_path / "out")

@@ -8,4 +8,5 @@ from pathlib import Path
 
 
 def test_every_claim_holds(check_claims: Callable[..., None]) -> None:
-    check_claims(Path(__file__).parent, ("tensorflow", "keras"), KERAS_BACKEND="tensorflow")
+    packages = ("tensorflow", "keras")
+    check_claims(Path(__file__).parent, packages, KERAS_BACKEND="tensorflow", TF_ENABLE_ONEDNN_OPTS="1")

@@ -17,6 +17,7 @@ from tensorflow.python.framework import ops
 
 from castwise.errors import PlanError
 
+from ._in_place import add_slice, sums_of
 from ._internals import (
     BRANCHES,
     CALLS,
@@ -30,6 +31,7 @@ from ._internals import (
     loop_graphs,
     while_op,
 )
+from ._lists import LISTS, TENSOR_LIST, places
 from ._replay import READS, Body, joined, scope_of, value_of, wide
 from ._values import Value
 
@@ -94,6 +96,7 @@ def _call(body: Body, op: Any) -> None:
             layer=layer,
         )
         results = inner.run()[: len(op.outputs)]  # one that was differentiated has more than the call takes
+    body.updates += inner.updates
     ran = [new for old in graph.control_outputs for new in inner.done.get(old.name, ())]
     ran += [value.tensor.op for value in results if not isinstance(value.tensor, ops.EagerTensor)]
     body.write(op, results, ran)
@@ -105,7 +108,8 @@ def _compiled_call(body: Body, op: Any, graph: Any, values: Sequence[Value], pat
         body.forget(values[at])
 
     def compiled() -> Any:
-        inner = Body(body.rewriter, graph, [value.inside() for value in values], path=path, layer=layer)
+        rewriter = body.rewriter.for_xla()
+        inner = Body(rewriter, graph, [value.inside() for value in values], path=path, layer=layer)
         return [wide(value) for value in inner.run()[: len(op.outputs)]]
 
     with ops.get_default_graph().control_dependencies(body.after(op)):
@@ -126,45 +130,73 @@ def _loop(body: Body, op: Any) -> None:
     changed = frozenset(id(values[at]) for at in changes)
     layer = joined(body.layer, scope_of(op.name))
 
-    def build(graph: Any, name: str) -> Callable[..., list[Value]]:
-        def run(*args: Any) -> list[Value]:
-            given = dict(zip(carried, args, strict=True))
+    def build(graph: Any, name: str) -> Callable[..., tuple[list[Value], list[Any]]]:
+        def run(*args: Any) -> tuple[list[Value], list[Any]]:
+            given = dict(zip(carried, args, strict=False))  # updates are behind them
             inputs = [
-                value_of(given[at], old.dtype) if at in given else values[at] for at, old in enumerate(graph.inputs)
+                _hooked(body, op, f"in{at}", value_of(given[at], old.dtype), graph is inner)
+                if at in given
+                else values[at]
+                for at, old in enumerate(graph.inputs)
             ]
             path = f"{body.path}{op.name}:{name}:"
-            return Body(body.rewriter, graph, inputs, path=path, layer=layer, outer=body, changed=changed).run()
+            added = Body(body.rewriter, graph, inputs, path=path, layer=layer, outer=body, changed=changed)
+            if graph is inner and body.rewriter.in_place:
+                added.sums = sums_of(inner)
+            counter = body.rewriter.counters.get(body.path + op.name)
+            if graph is inner and counter is not None:
+                counter.assign_add(1)
+            return added.run(), added.updates
 
         return run
 
     run_cond, run_body = build(cond, "cond"), build(inner, "body")
+    priced = [tf.zeros(2)] if changes and body.rewriter.update is not None else []
+
+    def step(*args: Any) -> list[Any]:
+        values, updates = run_body(*args)
+        return [wide(values[at]) for at in carried] + [tf.add_n([args[-1], *updates]) for _ in priced]
+
     shapes = [tf.TensorShape(shape) for shape in op.get_attr("output_shapes")] or [t.shape for t in op.inputs]
     with ops.get_default_graph().control_dependencies(body.after(op)), tf.device(op.device):
         results = while_op(
             body.prefix + op.name,
-            lambda *args: wide(run_cond(*args)[0]),
-            lambda *args: [wide(value) for at, value in enumerate(run_body(*args)) if at in carried],
-            [wide(values[at]) for at in carried],
-            [shapes[at] for at in carried],
+            lambda *args: wide(run_cond(*args)[0][0]),
+            step,
+            [wide(values[at]) for at in carried] + priced,
+            [shapes[at] for at in carried] + [tf.TensorShape(2) for _ in priced],
             op.get_attr("parallel_iterations"),
         )
-    ended = dict(zip(carried, results, strict=True))
-    outs = [value_of(ended[at], old.dtype) if at in ended else values[at] for at, old in enumerate(op.outputs)]
+    body.updates += results[len(carried) :]
+    ended = dict(zip(carried, results, strict=False))
+    outs = [
+        _hooked(body, op, f"out{at}", value_of(ended[at], old.dtype)) if at in ended else values[at]
+        for at, old in enumerate(op.outputs)
+    ]
     body.write(op, outs, [results[0].op])
+
+
+def _hooked(body: Body, op: Any, name: str, value: Value, hooked: bool = True) -> Value:
+    """What takes the place of a value that a loop or a conditional passes on."""
+    return body.rewriter.hooked(f"{body.path}{op.name}:{name}", value) if hooked else value
 
 
 def _branches(body: Body, op: Any) -> None:
     values = [body.read(tensor) for tensor in op.inputs]
     layer = joined(body.layer, scope_of(op.name))
     graphs = branch_graphs(op)
-    for at in set().union(*map(changed_inputs, graphs)):
+    changes = set().union(*map(changed_inputs, graphs))
+    for at in changes:
         body.forget(values[at + 1])
+    priced = bool(changes) and body.rewriter.update is not None
 
     def build(graph: Any, number: int) -> Callable[[], list[Any]]:
         def run() -> list[Any]:
             path = f"{body.path}{op.name}:{number}:"
             inputs = [value.inside() for value in values[1:]]
-            return [wide(value) for value in Body(body.rewriter, graph, inputs, path=path, layer=layer).run()]
+            added = Body(body.rewriter, graph, inputs, path=path, layer=layer)
+            found = [wide(value) for value in added.run()]
+            return found + ([tf.add_n([tf.zeros(2), *added.updates])] if priced else [])
 
         return run
 
@@ -172,7 +204,12 @@ def _branches(body: Body, op: Any) -> None:
         results = cond_op(
             body.prefix + op.name, values[0].tensor, [build(graph, number) for number, graph in enumerate(graphs)]
         )
-    outs = [value_of(t, old.dtype) for t, old in zip(results, op.outputs, strict=True)]
+    if priced:
+        body.updates.append(results[-1])
+    outs = [
+        _hooked(body, op, f"out{at}", value_of(tensor, old.dtype))
+        for at, (tensor, old) in enumerate(zip(results, op.outputs, strict=False))
+    ]
     body.write(op, outs, [results[0].op] if results else [])
 
 
@@ -240,9 +277,45 @@ def _own_gradient(body: Body, op: Any, registered: Any, dtypes: Sequence[Any], g
     ]
 
 
+def _slice_gradient(body: Body, op: Any) -> None:
+    """A gradient of a slice. One that is added in place is added where the sum is."""
+    if any(one.name == op.name for found in body.sums.values() for one in found.slices):
+        body.done[op.name] = body.after(op)
+    else:
+        body.plain(op)
+
+
+def _add_n(body: Body, op: Any) -> None:
+    found = body.sums.get(op.name)
+    if found is None:
+        body.plain(op)
+        return
+    with ops.get_default_graph().control_dependencies(body.after(op)):
+        total = wide(body.read(op.inputs[found.base]))
+        for one in found.slices:
+            _, *place, gradient = (wide(body.read(tensor)) for tensor in one.inputs)
+            total = add_slice(one, total, place, gradient, body.prefix + op.name)
+    body.write(op, [value_of(total, op.outputs[0].dtype)], [total.op])
+
+
+def _list_node(body: Body, op: Any) -> None:
+    """A node that makes, writes or reads a TensorList."""
+    choice = body.rewriter.choose(op, body.path + op.name, body.layer_of(op))
+    low = choice.dtype if choice.op == TENSOR_LIST else None
+    writes, _ = places(op)
+    values = [body.read(tensor) for tensor in op.inputs]
+    tensors = [value.in_dtype(low) if low and at in writes else wide(value) for at, value in enumerate(values)]
+    types = {"element_dtype": low} if low and "element_dtype" in op.node_def.attr else None
+    new = add_node(op, tensors, name=body.prefix + op.name, after=body.after(op), types=types)
+    body.write(op, [value_of(t, old.dtype) for t, old in zip(new.outputs, op.outputs, strict=True)], [new])
+
+
 HANDLERS: dict[str, Callable[[Body, Any], None]] = {
     **dict.fromkeys(CALLS, _call),
     **dict.fromkeys(LOOPS, _loop),
     **dict.fromkeys(BRANCHES, _branches),
+    "AddN": _add_n,
     "IdentityN": _identity_n,
+    "StridedSliceGrad": _slice_gradient,
+    **dict.fromkeys(LISTS, _list_node),
 }

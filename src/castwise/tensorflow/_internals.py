@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager import record as tape
 from tensorflow.python.framework import func_graph as func_graphs
 from tensorflow.python.framework import kernels, ops
-from tensorflow.python.ops import cond_v2, control_flow_util_v2, resource_variable_ops, while_v2
+from tensorflow.python.ops import cond_v2, control_flow_util, control_flow_util_v2, resource_variable_ops, while_v2
 
 from castwise.errors import PlanError
 
@@ -30,6 +30,7 @@ __all__ = [
     "copy_functions",
     "in_order",
     "is_compiled_by_xla",
+    "is_traced_for_xla",
     "kernels_of",
     "loop_graphs",
     "not_recorded",
@@ -107,6 +108,11 @@ def is_compiled_by_xla(op: Any) -> bool:
     """Whether a call's function is one that XLA must compile."""
     called = _function(op.graph, op.get_attr("f").name, op).cached_definition
     return any("_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b for attrs in (op.node_def.attr, called.attr))
+
+
+def is_traced_for_xla() -> bool:
+    """Whether what is being traced, or a function around it, is one that XLA must compile."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
 def loop_graphs(op: Any) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from castwise.errors import PlanError
 from castwise.formats import parse_format
 from castwise.policy import Rule
 
+from ._in_place import IN_PLACE
+from ._lists import TENSOR_LIST
 from ._replay import Hook, Rewriter
 from ._rules import Choice, entry_of
 from ._types import dtype_of
@@ -23,6 +25,11 @@ class Plan(FunctionPlan):
     """A ``castwise.plan.Plan`` of a TensorFlow function. Operations are named by the nodes that lead to them."""
 
     framework, title = "tensorflow", "TensorFlow"
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether there are loops whose gradients are summed up in place, whatever the formats."""
+        return any(op.pin == IN_PLACE for op in self.problem.graph.ops)
 
     def rewriter(self, concrete: Any, hook: Hook | None = None) -> Rewriter:
         """What rewrites a function as planned.
@@ -44,7 +51,10 @@ class Plan(FunctionPlan):
         def choose(op: Any, path: str, layer: str) -> Choice:
             entry = entry_of(op)
             stores = entry is not None and entry.stores_constant
-            at = positions.get(path)
+            at = positions.get(captured.lists.get(path, path))
+            if path in captured.lists:
+                is_low = at is not None and at < len(self.labels) and bool(self.labels[at])
+                return Choice(TENSOR_LIST, Rule.LOW, low) if is_low else Choice(TENSOR_LIST, None)
             if at is None:
                 view = entry is not None and entry.view
                 return Choice(op.type, Rule.WIDEST if view else None, reason="a view follows its input")

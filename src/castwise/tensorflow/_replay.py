@@ -8,7 +8,7 @@ one cast serves all of a function's callers; loops and conditionals (in ``_contr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ from tensorflow.python.framework import ops
 
 from castwise.policy import Rule
 
+from ._in_place import Sum
 from ._internals import add_node, control_inputs, in_order
 from ._rules import Choice, lowered_attrs, written
 from ._types import typing_of
@@ -29,6 +30,7 @@ READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Vari
 Chooser = Callable[[Any, str, str], Choice]
 """Asked for each node: the node, its path, its layer."""
 Hook = Callable[[str, Any], Any]
+Update = Callable[[Any, list[Any]], Any]
 
 
 class Rewriter:
@@ -38,13 +40,32 @@ class Rewriter:
         choose: the choice for a node.
         hook: given the path and the first result of each node that computes, constant and variable, returns what takes
             its place.
+        in_place: whether loops add to what they sum up in place.
+        counters: variables that count how often the bodies of loops run, by the loops' paths.
+        update: given a node that changes a variable and its inputs, says what of its change is passed on: numbers that
+            loops and conditionals add up. See ``Body.updates``.
     """
 
-    def __init__(self, choose: Chooser, hook: Hook | None = None) -> None:
+    def __init__(
+        self,
+        choose: Chooser,
+        hook: Hook | None = None,
+        *,
+        in_place: bool = True,
+        counters: Mapping[str, Any] | None = None,
+        update: Update | None = None,
+    ) -> None:
         self.choose, self.hook = choose, hook
+        self.in_place = in_place and hook is None
+        self.counters, self.update = counters or {}, update
+        self.updates: list[Any] = []
         from ._control import HANDLERS  # it needs this module's classes
 
         self.handlers = HANDLERS
+
+    def for_xla(self) -> Rewriter:
+        """The same for what XLA compiles."""
+        return Rewriter(self.choose, self.hook, in_place=False, counters=self.counters)
 
     def run(self, graph: Any, tensors: Sequence[Any], count: int) -> list[Any]:
         """Add all of a function graph to the one that is being built; returns its results, dtypes as written.
@@ -54,6 +75,7 @@ class Rewriter:
         given = [value_of(t, old.dtype) for t, old in zip(tensors, graph.inputs, strict=True)]
         body = Body(self, graph, [self.hooked(f"input {at}", value) for at, value in enumerate(given)])
         results = body.run()
+        self.updates = body.updates
         return [wide(value) for value in results[:count]]
 
     def hooked(self, path: str, value: Value) -> Value:
@@ -117,6 +139,8 @@ class Body:
         self.outer, self.changed = outer, changed
         self.reads = {} if reads is None else reads
         self.env = {tensor.name: value for tensor, value in zip(old.inputs, inputs, strict=True)}
+        self.sums: Mapping[str, Sum] = {}  # of a loop's body, those that are made in place
+        self.updates: list[Any] = []  # what ``Rewriter.update`` said, of calls, loops and conditionals in here too
         self.done: dict[str, list[Any]] = {}
 
     def run(self) -> list[Value]:
@@ -185,6 +209,9 @@ class Body:
         tensors = [
             value.in_dtype(dtype) if places.get(at) in lowered else wide(value) for at, value in enumerate(values)
         ]
+        if self.rewriter.update is not None and op.type not in READS and any(t.dtype == tf.resource for t in tensors):
+            found = self.rewriter.update(op, tensors)
+            self.updates += [] if found is None else [found]
         new = add_node(
             op, tensors, name=self.prefix + op.name, after=self.after(op), types=dict.fromkeys(lowered, dtype)
         )

@@ -8,6 +8,7 @@ but two numbers per tensor, in loops as well, whose iterations' prices are thus 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +23,18 @@ from ._internals import not_recorded, watch_variables
 from ._replay import Rewriter
 from ._rules import Choice
 from ._types import dtype_of
+from ._work import shape_of
 from .autocast import results_of
 from .capture import Captured
 
-__all__ = ["measured_risks"]
+__all__ = ["LEAST_UPDATE", "measured_risks"]
 
 log = logging.getLogger("castwise.tensorflow.risk")
 
 _SEED = 20
 _PROJECTIONS = 2
+LEAST_UPDATE = 1e-6
+"""Of the largest update's sum of squares: smaller updates of variables count by what they are."""
 
 
 def measured_risks(captured: Captured, concrete: Any, fmt: str, batches: Sequence[Sequence[Any]]) -> Risks:
@@ -84,6 +88,52 @@ def _add(meter: RiskMeter, captured: Captured, work: _Pricing, found: Sequence[A
     meter.end_pass(reference)
 
 
+class _Projection:
+    """Of a tensor, its scalar product with random numbers and its sum of squares, as two numbers."""
+
+    def __init__(self, seed: Any) -> None:
+        self.seed, self.number = seed, 0
+
+    def __call__(self, value: Any) -> Any:
+        random = tf.random.stateless_normal(tf.shape(value), self.seed + tf.constant([0, 7919 * self.number]))
+        self.number += 1
+        return tf.stack([tf.reduce_sum(random * value), tf.reduce_sum(tf.square(value))])
+
+    def update(self, op: Any, inputs: list[Any]) -> Any:
+        """By how much a node changes a variable: what a training step is run for."""
+        values = [tensor for tensor in inputs if tensor.dtype == tf.float32]
+        if op.type == "AssignVariableOp" and values:
+            before = tf.raw_ops.ReadVariableOp(resource=inputs[0], dtype=tf.float32)
+            values = [values[0] - tf.stop_gradient(before)]
+        # Of several, such as a gradient and a learning rate, the largest.
+        return self(max(values, key=lambda one: math.prod(shape_of(one)))) if values else None
+
+
+def _as_large(updates: Any, results: Any) -> Any:
+    """[updates, 2] projections of updates, scaled so that the relative error of one counts as that of the results.
+
+    An update of a weight is some thousands of times smaller than a loss, and is what matters. One that is nothing but
+    rounding, as that of a bias before a normalisation is, must not count as much as those that are not.
+    """
+    squares = tf.stop_gradient(updates[:, 1])
+    least = LEAST_UPDATE * tf.reduce_max(squares)
+    known = tf.where(results > 0, tf.stop_gradient(results), tf.reduce_max(squares))
+    scale = tf.math.divide_no_nan(known, tf.maximum(squares, least) * tf.cast(tf.size(squares), tf.float32))
+    return tf.stack([tf.sqrt(scale) * updates[:, 0], scale * updates[:, 1]], 1)
+
+
+def _depends(tensor: Any, on: Sequence[Any]) -> bool:
+    wanted, seen, stack = {one.name for one in on}, set(), [tensor]
+    while stack:
+        one = stack.pop()
+        if one.name in wanted:
+            return True
+        if one.name not in seen:
+            seen.add(one.name)
+            stack += one.op.inputs
+    return False
+
+
 class _Pricing:
     """The function, with every value that a plan may round passed through a pricing identity."""
 
@@ -108,20 +158,19 @@ class _Pricing:
         """The sum of squares of the results, and the prices."""
         watch_variables(self.concrete.graph.variables)
         with not_recorded():
-            rewriter = Rewriter(lambda *_: Choice("", None), self._hook(prices))
+            project = _Projection(seed)
+            rewriter = Rewriter(lambda *_: Choice("", None), self._hook(prices), update=project.update)
             count = results_of(self.concrete)
             results = rewriter.run(self.concrete.graph, [*args, *self.concrete.captured_inputs], count)
-            floats = [one for one in results if one.dtype.is_floating]
-            if not floats:
-                raise ValueError("no result is a floating-point number")
-            total, reference = tf.zeros(()), tf.zeros(())
-            for number, one in enumerate(floats):
-                value = tf.cast(one, tf.float32)
-                random = tf.random.stateless_normal(tf.shape(value), seed + tf.constant([0, 7919 * number]))
-                total += tf.reduce_sum(random * value)
-                reference += tf.reduce_sum(tf.square(value))
-            grads = tf.gradients(total, prices)
-        return [reference, tf.stack([tf.zeros(4) if one is None else one for one in grads])]
+            floats = [project(tf.cast(one, tf.float32)) for one in results if one.dtype.is_floating]
+            updates = [one for one in rewriter.updates if _depends(one, prices)]
+            if not floats and not updates:
+                raise ValueError("no result is a floating-point number, and no variable changes")
+            total = tf.add_n([tf.zeros(2), *floats])
+            if updates:
+                total += tf.reduce_sum(_as_large(tf.stack(updates), total[1]), 0)
+            grads = tf.gradients(total[0], prices)
+        return [total[1], tf.stack([tf.zeros(4) if one is None else one for one in grads])]
 
     def _hook(self, prices: list[Any]) -> Any:
         def hook(path: str, tensor: Any) -> Any:

@@ -17,9 +17,10 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from castwise._decide import is_wide
 from castwise.errors import PolicyError
-from castwise.policy import Policy
+from castwise.policy import Policy, Rule
 
-from ._internals import not_recorded, outside, watch_variables
+from ._internals import is_traced_for_xla, not_recorded, outside, watch_variables
+from ._lists import TENSOR_LIST, low_lists
 from ._replay import Rewriter
 from ._rules import Choice, choice_for, resolve
 from .capture import capture
@@ -27,7 +28,7 @@ from .capture import capture
 if TYPE_CHECKING:
     from ._plan import Plan
 
-__all__ = ["autocast", "is_polymorphic", "results_of", "traced"]
+__all__ = ["autocast", "check_function", "is_compiled", "is_polymorphic", "results_of", "traced"]
 
 log = logging.getLogger("castwise.tensorflow")
 
@@ -59,23 +60,30 @@ def autocast(
         itself.
 
     Raises:
-        PolicyError: the policy makes no sense, or asks for a format that TensorFlow cannot compute in.
+        PolicyError: the policy makes no sense, or asks for a format that TensorFlow cannot compute in, or there are
+            example inputs and a preset, which needs none.
         PlanError: the plan was made for another function, or ``fn`` has control flow of TensorFlow 1.
     """
     if plan is not None and policy != "auto":
         raise PolicyError("Both policy and plan are given. A plan has its policy's rules in it: give the plan alone.")
-    if not callable(fn):
-        raise PolicyError(
-            f"{type(fn).__name__} is no function. Give a tf.function, a ConcreteFunction, or one of the signatures of "
-            "a SavedModel: tf.saved_model.load(folder).signatures['serving_default']."
-        )
+    check_function(fn)
     asked = Policy.coerce(policy)
-    if plan is None and example_inputs is not None and asked.format == "auto":
+    if example_inputs is not None and (tf.is_tensor(example_inputs) or not isinstance(example_inputs, Sequence)):
+        raise PolicyError(
+            f"example_inputs: {type(example_inputs).__name__} is no sequence. Give the positional arguments of one "
+            "call: example_inputs=[x]."
+        )
+    if example_inputs is not None and (plan is not None or asked.format != "auto"):
+        raise PolicyError(
+            "example_inputs are for policy 'auto', which is planned on them. A preset needs none; leave them out, or "
+            "plan another format on them: plan=castwise.tensorflow.plan(fn, *example_inputs, policy=...)."
+        )
+    if plan is None and example_inputs is not None:
         from .planning import plan as make_plan
 
         plan = make_plan(fn, *example_inputs, policy=asked)
     if plan is not None:
-        return _rewritten(fn, plan.rewriter) if plan.labels.any() else fn
+        return _rewritten(fn, plan.rewriter) if plan.labels.any() or plan.adds_in_place else fn
     policy = resolve(asked)
     if policy.format != "auto" and not policy.ops and not policy.layers and is_wide(policy.low_format):
         log.info("%s: nothing is lowered", policy.format)
@@ -100,7 +108,24 @@ class _ByPolicy:
             choice = choice_for(self.policy, op.type, layer if layered else "")
             return captured.adjusted(path, choice, self.policy)
 
-        return Rewriter(choose)
+        low = low_lists(captured, choose)
+
+        def choose_lists(op: Any, path: str, layer: str) -> Choice:
+            if path not in captured.lists:
+                return choose(op, path, layer)
+            dtype = low.get(captured.lists[path])
+            return Choice(TENSOR_LIST, None if dtype is None else Rule.LOW, dtype)
+
+        return Rewriter(choose_lists)
+
+
+def check_function(fn: Any) -> None:
+    """Raise PolicyError where ``fn`` is nothing that can be called."""
+    if not callable(fn):
+        raise PolicyError(
+            f"{type(fn).__name__} is no function. Give a tf.function, a ConcreteFunction, or one of the signatures of "
+            "a SavedModel: tf.saved_model.load(folder).signatures['serving_default']."
+        )
 
 
 def is_polymorphic(fn: Any) -> bool:
@@ -126,6 +151,12 @@ def specs_of(arguments: Any) -> Any:
         return tf.TensorSpec(found.shape, found.dtype) if isinstance(found, tf.TensorSpec) else found
 
     return tf.nest.map_structure(spec, arguments)
+
+
+def is_compiled(concrete: Any) -> bool:
+    """Whether XLA must compile a ``ConcreteFunction``."""
+    attrs = concrete.function_def.attr
+    return "_XlaMustCompile" in attrs and bool(attrs["_XlaMustCompile"].b)
 
 
 def results_of(concrete: Any) -> int:
@@ -169,6 +200,8 @@ def _takes_any(signature: inspect.Signature) -> bool:
 def _add(concrete: Any, given: Sequence[Any], rewriter: Rewriter) -> Any:
     """Add a function's nodes to the graph that is being built; returns its results in their structure."""
     watch_variables(concrete.graph.variables)
+    if is_compiled(concrete) or is_traced_for_xla():
+        rewriter = rewriter.for_xla()
     with not_recorded():
         results = rewriter.run(concrete.graph, [*given, *concrete.captured_inputs], results_of(concrete))
     return concrete.function_type.pack_output(results)

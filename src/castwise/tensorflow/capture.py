@@ -3,8 +3,8 @@
 An operation is named by the names of the nodes that lead to it, with colons between them (``while:body:MatMul``), which
 is also how rewritings and reports name it. Calls are looked into, each by itself. A loop's body is in the graph once:
 what it computes counts for all iterations, and what it carries stays wide, as it would be rounded in each. The branches
-of a conditional are all there, and what they return stays wide. Variables, lists and whatever else holds state keep the
-dtypes they were written with.
+of a conditional are all there, and what they return stays wide. Variables and whatever else holds state keep the dtypes
+they were written with; a TensorList is one step (``_lists.py``).
 
 Two more things stay wide that a list of ops would lower. A product whose result goes into a loss: TensorFlow has no
 product of 16-bit tensors with a 32-bit result, and logits that are rounded move the loss by as much as they are large.
@@ -14,6 +14,7 @@ And the operation that makes what a loop carries, since its rounding comes back 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,9 @@ from castwise.graph import Graph, GraphBuilder, Kind
 from castwise.policy import Policy
 
 from ._control import changed_inputs, unchanged
+from ._in_place import IN_PLACE, sums_of
 from ._internals import BRANCHES, CALLS, LOOPS, branch_graphs, called_graph, in_order, loop_graphs
+from ._lists import LATE, LEAVES, LISTS, PASSES, TensorList, is_list, places
 from ._replay import READS, joined, scope_of
 from ._rules import Choice, choice_for, entry_of, written
 from ._types import format_of
@@ -59,6 +62,10 @@ class Captured:
     """Path of a node -> the tensor that its first result is."""
     inputs: Mapping[int, int]
     """Position among the graph's inputs -> tensor."""
+    lists: Mapping[str, str]
+    """Path of a node that makes, writes or reads a TensorList -> the list's step in the graph."""
+    loops: tuple[str, ...]
+    """Paths of the loops."""
     structure: str
     """A digest of the nodes that the graph holds and of their dtypes, without sizes and names."""
 
@@ -77,7 +84,7 @@ def capture(
     graph: Any,
     results: int,
     *,
-    trips: Mapping[str, int] | None = None,
+    trips: Mapping[str, int] | int = 1,
     training: bool = False,
     fused: bool = False,
     name: str = "",
@@ -87,12 +94,12 @@ def capture(
     Args:
         graph: the function's.
         results: how many of its outputs are the function's results.
-        trips: how often loops run, by path.
+        trips: how often the bodies of loops run in one call, by the loops' paths; or how often each loop repeats.
         training: whether the function will be differentiated.
         fused: whether XLA compiles it.
         name: of the function.
     """
-    walker = _Walker(trips or {}, name or graph.name, training, fused)
+    walker = _Walker(trips, name or graph.name, training, fused)
     captured = {tensor.name for tensor in graph.inputs[len(graph.inputs) - len(graph.captures) :]}
     names = {
         tensor.name: walker.tensor(tensor, Kind.CONSTANT if tensor.name in captured else Kind.INPUT)
@@ -103,8 +110,9 @@ def capture(
     for number, (out, tensor) in enumerate(zip(outs[:results], graph.outputs[:results], strict=True)):
         if tensor.dtype == tf.float32:
             walker.passed(f"result{number}", [out], tensor, "what the caller gets keeps its dtype", kind=Kind.OUTPUT)
+    walker.leave(outs[:results])
     built = walker.build.build(training=training)
-    wide = _wide(built)
+    wide = _wide(built) | {one.step: one.why for one in walker.every_list if one.why}
     ops = tuple(replace(op, pin=wide[op.id]) if op.id in wide and not op.pin else op for op in built.ops)
     return Captured(
         replace(built, ops=ops),
@@ -113,6 +121,8 @@ def capture(
         wide,
         {path: built.tensor(found) for path, found in walker.written.items()},
         {at: built.tensor(found) for at, found in enumerate(given)},
+        {path: one.step for one in walker.every_list for path in one.paths},
+        tuple(walker.loops),
         walker.digest.hexdigest(),
     )
 
@@ -158,7 +168,7 @@ def _wide(graph: Graph) -> dict[str, str]:
 class _Walker:
     """Walks a function graph once and builds the planner's."""
 
-    def __init__(self, trips: Mapping[str, int], name: str, training: bool, fused: bool) -> None:
+    def __init__(self, trips: Mapping[str, int] | int, name: str, training: bool, fused: bool) -> None:
         self.build = GraphBuilder(name, framework="tensorflow")
         self.trips, self.training, self.fused = trips, training, fused
         self.ops: dict[str, Any] = {}
@@ -166,6 +176,11 @@ class _Walker:
         self.written: dict[str, str] = {}
         self.reads: dict[str, str] = {}  # the newest value of a variable, by the tensor of its handle
         self.digest = hashlib.sha256()
+        self.in_place: set[str] = set()
+        self.loops: list[str] = []
+        self.lists: dict[str, TensorList] = {}  # by tensor
+        self.every_list: list[TensorList] = []
+        self.sizes: dict[str, int] = {}
         self._count = 0
 
     def tensor(self, tensor: Any, kind: Kind = Kind.ACTIVATION, repeats: int = 1, **more: Any) -> str:
@@ -175,6 +190,7 @@ class _Walker:
         shape = (repeats, *shape) if repeats > 1 else shape
         more.setdefault("requires_grad", self.training and tensor.dtype == tf.float32 and kind is not Kind.CONSTANT)
         size = tensor.dtype.size or 8
+        self.sizes[f"t{self._count}"] = math.prod(shape)
         return self.build.tensor(
             f"t{self._count}", shape, kind=kind, format=format_of(tensor.dtype), itemsize=size, **more
         )
@@ -205,6 +221,10 @@ class _Walker:
             names[op.outputs[0].name] = self.reads[given[0]]
         elif op.type in ("Identity", "IdentityN"):
             self.bind(op, given, names)
+        elif op.type in LISTS and self.list_node(op, given, names, path):
+            pass
+        elif op.type in PASSES and given[0] in self.lists and len({self.lists.get(name) for name in given}) == 1:
+            self.bind(op, given[:1], names)
         else:
             self.plain(op, given, names, layer, path, repeats)
 
@@ -216,11 +236,13 @@ class _Walker:
     def plain(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
         """Add a node that holds no function, unless it has no format to choose."""
         entry = entry_of(op)
-        if op.type not in READS:
-            for name in given:
+        for name in given:
+            if name in self.lists:
+                self.lists[name].why = LEAVES
+            if op.type not in READS:
                 self.reads.pop(name, None)
         floats = [at for at, tensor in enumerate(op.inputs) if tensor.dtype == tf.float32]
-        why = written(op)
+        why = written(op) or (IN_PLACE if path in self.in_place else "")
         if not why and entry is None:
             why = "not in the catalogue: computed as written"
         if not why and entry is not None and entry.op_class in _NO_FORMAT:
@@ -251,6 +273,56 @@ class _Walker:
         if len(writes) >= 1 and op.outputs[0].dtype == tf.float32:
             self.written[path] = writes[0]
 
+    def list_node(self, op: Any, given: list[str], names: dict[str, str], path: str) -> bool:
+        """Add a node that makes, writes or reads a list of float32; False where it is none of those."""
+        at = next((at for at, tensor in enumerate(op.inputs) if is_list(tensor)), None)
+        if at is None:
+            if op.get_attr("element_dtype") != tf.float32:
+                return False
+            found = TensorList(path)
+            self.every_list.append(found)
+            name = self.tensor(op.outputs[0], Kind.CONSTANT)  # the list itself: no operation computes it
+            self.lists[name] = found
+        elif given[at] in self.lists:
+            name, found = given[at], self.lists[given[at]]
+        else:
+            return False
+        found.paths.append(path)
+        writes, reads = places(op)
+        if writes and found.value:
+            found.why = LATE
+            self.step(f"{path}:late", [given[at] for at in writes], LATE)
+        else:
+            found.written += [given[at] for at in writes]
+        if reads and not found.value:
+            found.step = path
+            found.value = self.step(path, found.written, "" if found.written else "nothing is written to it")
+        for number, tensor in enumerate(op.outputs):
+            names[tensor.name] = (
+                found.value if number in reads else name if is_list(tensor) else self.tensor(tensor, Kind.CONSTANT)
+            )
+        return True
+
+    def step(self, path: str, written: Sequence[str], pin: str) -> str:
+        """Add the step that a list is: it rounds what is written, and costs nothing of its own."""
+        self._count += 1
+        size = sum(self.sizes.get(name, 1) for name in written)
+        value = self.build.tensor(f"t{self._count}", (size,), requires_grad=self.training)
+        self.sizes[value] = size
+        self.build.op(path, "identity", written, [value], selects=True, promotes=False, fused=True, pin=pin)
+        return value
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Lists go where it is not seen who reads them."""
+        for name in names:
+            if name in self.lists:
+                self.lists[name].why = LEAVES
+        # In those that nothing here reads, what is written counts all the same.
+        for found in self.every_list:
+            if not found.step:
+                found.step, found.why = f"{found.path}:unread", LEAVES
+                self.step(found.step, found.written, LEAVES)
+
     def accumulated(self, entry: OpEntry | None, op: Any, summed: int | None) -> int:
         """How many terms a node sums in its own format."""
         if entry is None or entry.accumulates_wide:
@@ -263,14 +335,15 @@ class _Walker:
     def passed(self, path: str, found: list[str], tensor: Any, pin: str, repeats: int = 1, **more: Any) -> str:
         """Add a step that only passes a tensor on, in the dtype it was written with."""
         kept = {"keeps_format": True} if more.get("kind") is Kind.OUTPUT else {}
-        result = self.tensor(tensor, more.get("kind", Kind.ACTIVATION), repeats, **kept)
+        result = self.written[path] = self.tensor(tensor, more.get("kind", Kind.ACTIVATION), repeats, **kept)
         self.build.op(path, "identity", found, [result], selects=True, promotes=False, fused=True, pin=pin)
         return result
 
     def loop(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
         """Add a loop: its body once, for all iterations, then its condition."""
         cond, body = loop_graphs(op)
-        runs = repeats * max(1, self.trips.get(path, 1))
+        self.loops.append(path)
+        runs = repeats * self.trips if isinstance(self.trips, int) else max(1, self.trips.get(path, repeats))
         same = unchanged(body)
         changes = changed_inputs(body) | changed_inputs(cond)
         for at in changes:
@@ -281,6 +354,9 @@ class _Walker:
             else self.passed(f"{path}:in{at}", [name], tensor, "a loop carries it: as written", runs)
             for at, (name, tensor) in enumerate(zip(given, body.inputs, strict=True))
         ]
+        if not self.fused:
+            for name, found in sums_of(body).items():
+                self.in_place.update(f"{path}:body:{one}" for one in (name, *(node.name for node in found.slices)))
         outs = self.graph(
             body, dict(zip([t.name for t in body.inputs], starts, strict=True)), layer, f"{path}:body:", runs
         )
@@ -295,7 +371,16 @@ class _Walker:
             else self.passed(f"{path}:out{at}", [out], tensor, _CARRIED, runs)
             for at, (out, tensor) in enumerate(zip(outs, op.outputs, strict=True))
         ]
+        for start, end in zip(given, ends, strict=True):
+            self.agree([start, end])
         self.bind(op, ends, names)
+
+    def agree(self, names: Sequence[str]) -> None:
+        """Lists that take each other's place keep their dtypes, unless they are one."""
+        found = {self.lists.get(name) for name in names}
+        for one in found if len(found) > 1 else ():
+            if one is not None:
+                one.why = LEAVES
 
     def branches(self, op: Any, given: list[str], names: dict[str, str], layer: str, path: str, repeats: int) -> None:
         """Add all branches of a conditional."""
@@ -309,6 +394,7 @@ class _Walker:
             self.reads.pop(given[at + 1], None)
         for at, tensor in enumerate(op.outputs):
             found = [outs[at] for outs in every]
+            self.agree(found)
             names[tensor.name] = (
                 self.passed(f"{path}:out{at}", found, tensor, "the branches of a conditional agree in it", repeats)
                 if tensor.dtype == tf.float32

@@ -13,10 +13,11 @@ given, nothing is lowered.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,14 @@ from castwise.plan import solve
 from castwise.policy import Policy
 from castwise.risk import Risks
 
+from ._internals import not_recorded
 from ._measure import alternating, kept_constants, measured_costs, unavailable, versions
 from ._plan import Plan
-from ._risk import measured_risks
-from ._rules import device_here, resolve
+from ._replay import Rewriter
+from ._risk import LEAST_UPDATE, measured_risks
+from ._rules import Choice, device_here, resolve
 from ._types import dtype_of
-from .autocast import autocast, is_polymorphic, results_of, traced
+from .autocast import autocast, check_function, is_compiled, is_polymorphic, results_of, traced
 from .capture import Captured, capture
 
 __all__ = ["plan"]
@@ -59,7 +62,7 @@ def plan(
     budget: float | None = None,
     batches: Sequence[tuple[Any, ...]] = (),
     training: bool = False,
-    trips: int = 1,
+    trips: int | None = None,
     seconds: float = 20.0,
     **kwargs: Any,
 ) -> Plan:
@@ -74,7 +77,7 @@ def plan(
         budget: the largest relative error of the results; where not given, what the policy's own op-by-op rules make.
         batches: more arguments, each a tuple as ``args``, to average roundings over.
         training: whether ``fn`` will be differentiated; not where it trains by itself.
-        trips: how often a loop runs, where its graph does not say.
+        trips: how often each loop repeats; where not given, the example's repetitions are counted, loop by loop.
         seconds: how long measuring operations may take.
         kwargs: further arguments of ``fn``.
 
@@ -85,21 +88,25 @@ def plan(
         PlanError: no plan meets the budget, or the function's results are not finite.
         PolicyError: the policy asks for what TensorFlow cannot compute in.
     """
+    check_function(fn)
     asked = Policy.coerce(policy)
     wanted = get_device(device) if isinstance(device, str) else device
     resolved = asked.resolve(wanted) if wanted is not None else resolve(asked)
     function = fn if hasattr(fn, "function_type") or is_polymorphic(fn) else tf.function(fn)
     concrete = traced(function, args, kwargs) if is_polymorphic(function) else function
     name = wanted.name if wanted is not None else _name_here()
-    compiled = "_XlaMustCompile" in concrete.function_def.attr
-    loops = _Trips(trips)
-    captured = capture(concrete.graph, results_of(concrete), trips=loops, training=training, fused=compiled)
+    captures = functools.partial(
+        capture, concrete.graph, results_of(concrete), training=training, fused=is_compiled(concrete)
+    )
+    captured = captures(trips=trips or 1)
     if is_wide(resolved.low_format):
         return _nothing(captured, resolved, name)
     fmt = resolved.low_format.name
     flat = [_flat(concrete, given, kwargs) for given in (args, *batches)]
     before = [(variable, variable.read_value()) for variable in concrete.graph.variables]
     try:
+        if trips is None and captured.loops:
+            captured = captures(trips=_counted(captured, concrete, flat[0]))
         risks = measured_risks(captured, concrete, fmt, flat)
         costs = (
             _predicted(captured, wanted, fmt)
@@ -111,21 +118,23 @@ def plan(
             raise PlanError("A budget was given, but no rounding could be priced here. Leave it out.")
         made = solve(captured.graph, costs, risks, resolved, budget=allowed, versions=versions())
         found = Plan.of(made, structure=captured.structure)
-        return _tried(concrete, found, resolved, args, kwargs, timed=wanted is None)
+        return _tried(_Trial(concrete, args, kwargs, before), found, resolved, timed=wanted is None)
     finally:
         for variable, value in before:  # a function that trains was run to be measured
             variable.assign(value)
 
 
-class _Trips(dict[str, int]):
-    """How often loops run: the same for all."""
+def _counted(captured: Captured, concrete: Any, args: Sequence[Any]) -> dict[str, int]:
+    """How often the body of each loop runs in one call, by the loop's path."""
+    counters = {path: tf.Variable(0, dtype=tf.int64, trainable=False) for path in captured.loops}
 
-    def __init__(self, trips: int) -> None:
-        super().__init__()
-        self.trips = trips
+    def counted(args: list[Any]) -> list[Any]:
+        rewriter = Rewriter(lambda *_: Choice("", None), in_place=False, counters=counters)
+        with not_recorded():
+            return rewriter.run(concrete.graph, [*args, *concrete.captured_inputs], results_of(concrete))
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.trips
+    tf.function(counted, autograph=False)(list(args))
+    return {path: int(counter.numpy()) for path, counter in counters.items()}
 
 
 def _name_here() -> str:
@@ -164,15 +173,15 @@ def _predicted(captured: Captured, device: Device, fmt: str) -> Costs:
     )
 
 
-def _tried(fn: Any, found: Plan, policy: Policy, args: Any, kwargs: Any, *, timed: bool) -> Plan:
+def _tried(trial: _Trial, found: Plan, policy: Policy, *, timed: bool) -> Plan:
     """The plan once it was run: within its error, and faster than the function as it was written."""
     if not found.labels.any():
         return replace(found, error=0.0)
-    wanted = _numbers(fn(*args, **kwargs))
+    wanted = trial.run(trial.fn)
     allowed = found.problem.risks.relative(found.budget or 0.0) if found.problem.risks.measured else None
     for _ in range(_MOST_TIGHTENINGS):
-        planned = autocast(fn, plan=found)
-        error = _error(_numbers(planned(*args, **kwargs)), wanted)
+        planned = autocast(trial.fn, plan=found)
+        error = _error(trial.run(planned), wanted)
         found = replace(found, error=error)
         if not allowed or error <= allowed * _TOLERATED:
             break
@@ -191,34 +200,69 @@ def _tried(fn: Any, found: Plan, policy: Policy, args: Any, kwargs: Any, *, time
             return replace(found, error=0.0)
     else:
         return _as_written(found, f"tried as a whole, the results were off by more than {allowed:.3g}")
-    return _timed(fn, planned, found, args, kwargs) if timed else found
+    return _timed(trial, planned, found) if timed else found
 
 
-def _timed(original: Any, planned: Any, found: Plan, args: Any, kwargs: Any) -> Plan:
-    runs = [lambda: original(*args, **kwargs), lambda: planned(*args, **kwargs)]
+def _timed(trial: _Trial, planned: Any, found: Plan) -> Plan:
+    wide = autocast(trial.fn, plan=_labelled_wide(found, ""))  # what it adds in place is no merit of the formats
+    runs = [functools.partial(fn, *trial.args, **trial.kwargs) for fn in (trial.fn, wide, planned)]
     times = alternating(runs, time.perf_counter() + 10 * _SECONDS, _SECONDS)
-    seconds = {"as written": times[0], "planned": times[1]}
-    if times[1] * _WORTHWHILE > times[0]:
-        reason = f"measured as a whole, the planned function took {times[1]:.3g} s, the one given {times[0]:.3g} s"
+    seconds, best = {"as written": times[0], "planned": times[2]}, min(times[:2])
+    if times[2] * _WORTHWHILE > best:
+        reason = f"measured as a whole, the planned function took {times[2]:.3g} s, in float32 it took {best:.3g} s"
         return replace(_as_written(found, reason), seconds=seconds)
     return replace(found, seconds=seconds)
 
 
 def _as_written(found: Plan, reason: str) -> Plan:
     log.info("%s: nothing is lowered", reason)
+    return _labelled_wide(found, reason)
+
+
+def _labelled_wide(found: Plan, reason: str) -> Plan:
     return replace(found.relabelled(np.zeros_like(found.labels), reason), error=0.0)
 
 
-def _numbers(results: Any) -> list[Any]:
-    flat = tf.nest.flatten(results, expand_composites=True)
-    return [one.numpy().astype(np.float64) for one in flat if tf.is_tensor(one) and one.dtype.is_floating]
+@dataclass(frozen=True)
+class _Trial:
+    """A function, what it is run on, and the variables that it may change with their values before."""
+
+    fn: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    before: Sequence[tuple[Any, Any]]
+
+    def run(self, fn: Any) -> tuple[list[Any], list[Any]]:
+        """The results of ``fn`` in place of the function, and by how much each variable changed."""
+        for variable, value in self.before:
+            variable.assign(value)
+        flat = tf.nest.flatten(fn(*self.args, **self.kwargs), expand_composites=True)
+        results = [_wide(one) for one in flat if tf.is_tensor(one) and one.dtype.is_floating]
+        floats = [one for one in self.before if one[0].dtype == tf.float32]
+        return results, [_wide(variable.read_value()) - _wide(value) for variable, value in floats]
 
 
-def _error(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
+def _wide(tensor: Any) -> Any:
+    return tensor.numpy().astype(np.float64)
+
+
+def _error(ours: tuple[list[Any], list[Any]], theirs: tuple[list[Any], list[Any]]) -> float:
+    """The relative error of the results, and that of the updates of variables as ``_risk`` weighs them, in one."""
+    off, total = _squares(ours[0], theirs[0])
+    found = [off / total if total else off] if theirs[0] else []
+    updates = [_squares([one], [other]) for one, other in zip(ours[1], theirs[1], strict=True)]
+    least = LEAST_UPDATE * max((size for _, size in updates), default=0.0)
+    updates = [(off, max(size, least)) for off, size in updates if size]
+    if updates:
+        found.append(sum(off / size for off, size in updates) / len(updates))
+    error = float(np.sqrt(sum(found) / len(found))) if found else 0.0
+    return error if np.isfinite(error) else float("inf")
+
+
+def _squares(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, float]:
     off = total = 0.0
     for one, other in zip(ours, theirs, strict=True):
         finite = np.isfinite(other)
         off += float(np.square(one - other)[finite].sum())
         total += float(np.square(other)[finite].sum())
-    found = float(np.sqrt(off / total)) if total else float(np.sqrt(off))
-    return found if np.isfinite(found) else float("inf")
+    return off, total
