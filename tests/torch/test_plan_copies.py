@@ -1,4 +1,4 @@
-"""Copies and files of planned modules: they compute the same, on weights of their own."""
+"""What becomes of planned modules in copies, in files, and in transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from castwise.torch import apply, compile, for_inference, plan
+from castwise.torch.capture import CaptureError
 from castwise.torch.planning import Plan
 
 
@@ -86,3 +87,21 @@ def test_averages_of_an_applied_modules_weights_are_computed_as_it_is(model: Any
     averaged = torch.optim.swa_utils.AveragedModel(applied)
     averaged.update_parameters(applied)
     assert torch.equal(averaged(x), low)
+
+
+def test_transforms_of_torch_func_take_what_was_called_once_outside_of_them(model: Any) -> None:
+    x = torch.randn(5, 3, 16)
+    applied = apply(model, planned(model, x[0]))
+    with pytest.raises(CaptureError, match="Call it once outside"):
+        torch.func.vmap(applied)(x)
+    applied(x[0].requires_grad_())
+    one_by_one = torch.stack([applied(one) for one in x])
+    assert torch.allclose(torch.func.vmap(applied)(x), one_by_one, atol=1e-2)
+
+    def loss(weights: dict[str, torch.Tensor], one: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(applied, weights, (one,)).square().sum()  # type: ignore[no-any-return]
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+    applied(x[1]).square().sum().backward()
+    for name, weight in model.named_parameters():
+        assert torch.allclose(per_sample[name][1], weight.grad, rtol=0.05, atol=0.05)

@@ -38,7 +38,7 @@ from ._narrow import NarrowGradients
 from ._part import Part
 from ._rewrite import rewrite
 from ._trees import flattened_plain
-from .capture import Captured, capture, flat_inputs
+from .capture import Captured, CaptureError, capture, flat_inputs
 
 __all__ = ["Applied", "apply"]
 
@@ -48,6 +48,8 @@ _MOST_GRAPHS = 16
 """Graphs of one model that are kept; more mean that some input is different at each call."""
 _MOST_CALLS = 256
 """Kinds of call (shapes and formats of all inputs) whose graph is known without a search."""
+
+_transform = torch._C._functorch.peek_interpreter_stack
 
 Wrap = Callable[[fx.GraphModule], Callable[..., Any]]
 Run = Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -174,6 +176,12 @@ class Applied(nn.Module):
 
     def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
         """Capture the model in its present mode for such a call, with the plan's formats."""
+        if _transform() is not None:
+            raise CaptureError(
+                f"{type(self.castwise_model).__name__} cannot be captured inside a transform of torch.func, which "
+                "hides what its tensors are. Call it once outside, on inputs of these sizes; those whose gradient the "
+                "transform takes with requires_grad set."
+            )
         if len(self._graphs) == _MOST_GRAPHS:
             log.warning(
                 "%s was captured %d times and its inputs differ again: the oldest graph is dropped. Pad inputs to a "
