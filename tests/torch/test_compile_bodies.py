@@ -291,6 +291,25 @@ def test_compiled_checkpoints_give_the_values_and_gradients_of_the_uncompiled_re
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
+def test_what_inductor_calls_is_cast_as_it_was_traced() -> None:
+    """Its code calls `torch.convolution` while the region is entered, and reads the memory that comes back."""
+    _need_a_compiler()
+    narrow, wide = torch.nn.Conv2d(2, 4, 3), torch.nn.Conv2d(4, 2, 3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        low = narrow(x)
+        with autocast("cpu", enabled=False):
+            return wide(low.float()) + x.mean()
+
+    x = torch.randn(2, 2, 8, 8)
+    results = []
+    for run in (function, torch.compile(function)):
+        with autocast("cpu", dtype=BF16):
+            results.append(run(x))
+    assert results[1].dtype is FP32
+    torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-2)
+
+
 @functools.cache
 def _need_a_compiler() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -33,12 +33,13 @@ from ._casts import CastCache, run_and_tell
 from ._functions import trace_as
 from ._rules import Rules
 from ._traced import (
-    RELAYS,
+    FILES,
     as_is,
     as_is_inside,
     at_trace_time,
     call_inside,
     in_compiled_graph,
+    may_be_compiled,
     traced_by_dynamo,
 )
 from .record import event
@@ -51,7 +52,7 @@ _pop, _push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_functi
 _count, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _grad_enabled = torch.is_grad_enabled
 _deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-_frame = sys._getframe
+_frame, _known = sys._getframe, FILES.get
 _NEW: Any = object()  # not None: that is the answer for a callable that is known to need nothing
 
 
@@ -203,8 +204,11 @@ class Region(TorchFunctionMode):
         _deeper()  # there is no call that only reads it
         if _shallower() > self._depth:
             return False
-        path = _frame(2).f_code.co_filename
-        if (path[0] == "<" or path in RELAYS) and in_compiled_graph(_frame(2)):
+        caller = _frame(2)
+        generated = _known(caller.f_code.co_filename)
+        if generated is None:
+            generated = may_be_compiled(caller)
+        if generated and in_compiled_graph(caller):
             return False  # its casts were decided when it was traced
         hooks = _hooks_on_top(False)
         if hooks is not None:

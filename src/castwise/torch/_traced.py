@@ -94,6 +94,22 @@ def _inside(mode: AbstractContextManager[Any], tree: Any) -> Any:
 _FRAMES_TO_COMPILER = 12  # from the code of a compiled graph up to the part of torch that called it
 # Generated code calls some ops through frames of torch's: OpOverload.__call__, and the interpreter of graphs.
 RELAYS = frozenset({torch._ops.__file__, torch.fx.interpreter.__file__})
+_INDUCTOR = "torch._inductor."  # whose generated modules are named so, wherever their files are
+#: Whether a file may be a compiled graph's; see `may_be_compiled`.
+FILES: dict[str, bool] = dict.fromkeys(RELAYS, True)
+
+
+def may_be_compiled(caller: types.FrameType) -> bool:
+    """Whether a call was made by generated code, or through torch's frames on its behalf. `FILES` learns of files."""
+    path = caller.f_code.co_filename
+    if path.startswith("<"):  # each graph has another name
+        return True
+    found = FILES[path] = _of_inductor(caller)
+    return found
+
+
+def _of_inductor(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_INDUCTOR)
 
 
 def in_compiled_graph(caller: types.FrameType | None) -> bool:
@@ -102,7 +118,11 @@ def in_compiled_graph(caller: types.FrameType | None) -> bool:
     while caller is not None and caller.f_code.co_filename in RELAYS:
         generated = generated or caller.f_code.co_filename != torch._ops.__file__
         caller = caller.f_back
-    if caller is None or not (generated or caller.f_code.co_filename.startswith("<eval_with_key")):
+    if caller is None:
+        return False
+    if _of_inductor(caller):
+        return True
+    if not (generated or caller.f_code.co_filename.startswith("<eval_with_key")):
         return False
     frame: types.FrameType | None = caller
     for _ in range(_FRAMES_TO_COMPILER):
