@@ -332,15 +332,17 @@ def test_a_part_is_raised_although_the_parts_after_it_were_given_what_it_broke()
     assert taken == [False, True] and amp.policy.layers[0].match == "encoder.1"
 
 
-def test_a_model_under_vmap_is_found_once_the_fault_returns() -> None:
+def test_a_model_under_vmap_is_found_and_raised_once_the_fault_returns() -> None:
     model = Stack(Block(), Block(1e6))
-    amp = amp_for(model, stop_after=10)
-    for _ in range(3):
+    amp = amp_for(model, raise_layers=True)
+    taken = []
+    for _ in range(4):
         with amp:
             loss = total(torch.vmap(model)(inputs()))
-        amp.step(loss)
+        taken.append(amp.step(loss).stepped)
     assert amp.finding is not None and amp.finding.kind is Kind.RANGE
-    assert (amp.finding.layer, amp.finding.op) == ("blocks.1", "mul")
+    assert taken == [False, False, False, True], "it cannot be repeated, and so layers are raised untried"
+    assert [rule.match for rule in amp.policy.layers] == ["blocks.1", "blocks.1.second"]
 
 
 def test_a_fault_in_the_loss_is_said_to_be_there_and_found_to_the_line_when_it_returns() -> None:

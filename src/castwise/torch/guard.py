@@ -273,7 +273,7 @@ class Guard:
 
     def _raise(self, finding: Finding, call: Call | None) -> bool:
         if call is None:
-            return False
+            return self._raise_untried(finding)
         calls, before = self.recorder.used(), self.state.raised
         new: list[Raised] | None = None
         prices: list[Price] = []
@@ -292,14 +292,24 @@ class Guard:
             self._tell_raised(one, price, finding)
         return True
 
+    def _raise_untried(self, finding: Finding) -> bool:
+        """As `_raise`, for what was seen while a step ran that cannot be repeated: the next step shows what it does."""
+        raised = {one.key for one in self.state.raised}
+        found = self._remedy.candidates(finding.layer, finding.op) if finding.phase != "loss" else iter(())
+        one = next((candidate for candidate in found if candidate.key not in raised), None)
+        if one is None:
+            return False
+        self._remedy.apply((*self.state.raised, one))
+        self.state = guard.raised(self.state, one.layer, one.ops, self.step, self.config)
+        words = f"{_named(one)} computes in float32 from now on, untried, as this step cannot be repeated"
+        self._tell("raise", words, **_what(one), because=str(finding))
+        return True
+
     def _tell_raised(self, one: Raised, price: Price, finding: Finding) -> None:
-        rule = rule_for(one)
         self._tell(
             "raise",
             f"{_named(one)} computes in float32 from now on ({price})",
-            layer=one.layer,
-            ops=list(one.ops),
-            match=rule.match,
+            **_what(one),
             bytes=price.bytes,
             milliseconds=price.seconds * 1e3,
             because=str(finding),
@@ -380,3 +390,7 @@ class Guard:
 def _named(one: Raised) -> str:
     layer = f"layer {one.layer}" if one.layer else "the model"
     return f"{' and '.join(one.ops)} in {layer}" if one.ops else layer
+
+
+def _what(one: Raised) -> dict[str, Any]:
+    return {"layer": one.layer, "ops": list(one.ops), "match": rule_for(one).match}

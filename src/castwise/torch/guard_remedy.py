@@ -90,7 +90,7 @@ class Remedy:
         self, calls: Sequence[Call], place: tuple[str, str, str], raised: tuple[Raised, ...]
     ) -> tuple[Raised, tuple[str, str, str] | None] | None:
         """The first candidate that changes where the calls break, and where that is then."""
-        for candidate in self._candidates(place[0], place[1]):
+        for candidate in self.candidates(place[0], place[1]):
             if any(r.key == candidate.key for r in raised):
                 continue
             self.apply((*raised, candidate))
@@ -111,7 +111,7 @@ class Remedy:
                 return "", root.kind, "source"
         return None
 
-    def _candidates(self, layer: str, op: str) -> Iterator[Raised]:
+    def candidates(self, layer: str, op: str) -> Iterator[Raised]:
         """The least first: an op of a block's own forward, the block, what feeds it, and what is around it.
 
         What feeds it is to blame where it writes its input in place, and where a gradient overflows on its way out.
