@@ -582,6 +582,16 @@ def test_a_broken_computation_is_never_skipped_for_ever() -> None:
 # ---- programs that go wrong, are compiled, or wrapped ----------------------------------------------------------------
 
 
+def test_a_run_that_stalls_says_what_was_found() -> None:
+    model = Stack(Block())
+    amp = amp_for(model, "float32", stop_after=1000)
+    with pytest.raises(NonFiniteError, match=r"stalled[\s\S]*found last: bad input data: input 0"):
+        for _ in range(20):
+            with amp:
+                loss = total(model(inputs() * NAN))
+            amp.step(loss)
+
+
 def test_a_forward_that_raised_and_one_that_was_not_used_are_not_replayed() -> None:
     model = Stack(Block())
     amp = amp_for(model)

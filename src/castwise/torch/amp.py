@@ -393,7 +393,8 @@ class Amp(Watched):
 
     def _stalled(self) -> CastwiseError:
         kind = ScaleStalledError if self._config.enabled else NonFiniteError
-        return kind(stalled_message(self._state, self._config))
+        found = self._guard.finding if self._guard is not None else None
+        return kind(stalled_message(self._state, self._config) + (f"\nWhat was found last: {found}" if found else ""))
 
     def _forget_gradients(self, counts: bool = False) -> None:
         self._clear()
