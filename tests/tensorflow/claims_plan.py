@@ -74,6 +74,23 @@ def test_a_function_that_trains_is_planned_without_training_it():
     assert np.array_equal(W.numpy(), start)
 
 
+def test_what_draws_random_numbers_is_planned_by_what_is_predicted():
+    made = plan(tf.function(lambda x: tf.nn.dropout(tf.nn.relu(x @ W), 0.5) @ W), X, **PLANNED, budget=1.0)
+    assert made.labels.any() and made.error is None  # two calls give other numbers, whatever the formats
+
+
+def test_a_variable_that_grows_is_a_result_like_any_other():
+    log = tf.Variable(tf.zeros([0, 512]), shape=[None, 512])
+
+    @tf.function
+    def fn(x):
+        log.assign(tf.concat([log, tf.nn.relu(x @ W) @ W], 0))
+
+    made = plan(fn, X, **PLANNED, budget=1.0)
+    assert log.shape[0] is None and log.numpy().shape[0] == 0
+    assert made.labels.any() and 0.5 < made.error / made.relative_error < 2.0
+
+
 def test_the_example_of_the_readme_runs(capsys):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     [code] = re.findall(r"^```py\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)

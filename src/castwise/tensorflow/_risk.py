@@ -104,7 +104,8 @@ class _Projection:
         values = [tensor for tensor in inputs if tensor.dtype == tf.float32]
         if op.type == "AssignVariableOp" and values:
             before = tf.raw_ops.ReadVariableOp(resource=inputs[0], dtype=tf.float32)
-            values = [values[0] - tf.stop_gradient(before)]
+            if before.shape.is_fully_defined() and before.shape == values[0].shape:
+                values = [values[0] - tf.stop_gradient(before)]
         # Of several, such as a gradient and a learning rate, the largest.
         return self(max(values, key=lambda one: math.prod(shape_of(one)))) if values else None
 
