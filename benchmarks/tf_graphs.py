@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from castwise.tensorflow import autocast, plan
 
 GRAPPLER = "grappler bf16"
 DEVICE = "a100"
+KINDS = (GRAPPLER, "keras", "castwise auto", "castwise plan", "castwise bf16", "planned, A100")
 SEED, IN_A_ROW = 0, 4
 
 
@@ -47,11 +48,13 @@ def optimise(kind: str) -> None:
 
 
 def medians(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """The median seconds of each; they take turns of a few calls, of which the first does not count."""
+    """The median seconds of each; they take turns of a few calls in any order, of which the first does not count."""
+    order = np.random.default_rng(SEED)
     taken: dict[str, list[float]] = {kind: [] for kind in runs}
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or min(map(len, taken.values())) < 3 * IN_A_ROW:
-        for kind, run in runs.items():
+        for kind in order.permutation(list(runs)):
+            run = runs[kind]
             optimise(kind)
             run()
             for _ in range(IN_A_ROW):
@@ -166,7 +169,7 @@ def exact_gradients(make: Callable[[], tuple[Any, Any]], start: list[Any]) -> li
     return [one.numpy() for one in tf.function(step)(*args)][1:]
 
 
-def measure(name: str, seconds: float) -> None:
+def measure(name: str, seconds: float, kinds: Sequence[str]) -> None:
     """Print the table of one model."""
     make = MODELS[name]
     runs: dict[str, Callable[[], Any]] = {}
@@ -174,7 +177,7 @@ def measure(name: str, seconds: float) -> None:
     errors: dict[str, float] = {}
     start: list[Any] = []
     exact: list[Any] = []
-    for kind in ("float32", GRAPPLER, "keras", "castwise auto", "castwise plan", "castwise bf16", "planned, A100"):
+    for kind in ("float32", *kinds):
         step, args, model, _ = step_of(make, "mixed_bfloat16" if kind == "keras" else "float32")
         if not start:
             start = [variable.numpy() for variable in model.variables]
@@ -228,11 +231,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, per model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="beside float32")
     parser.add_argument("--cases", action="store_true", help="small cases instead of models: result errors")
     args = parser.parse_args()
     print(f"{'model':12} {'kind':14} {'step':>11} {'of fp32':>8} {'casts':>10}  error")
     for name in weak_cases.CASES if args.cases else args.models:
-        (measure_case if args.cases else measure)(name, args.seconds)
+        if args.cases:
+            measure_case(name, args.seconds)
+        else:
+            measure(name, args.seconds, args.kinds)
 
 
 if __name__ == "__main__":
