@@ -24,7 +24,8 @@ from ._work import shape_of
 __all__ = ["IN_PLACE", "Sum", "add_slice", "sums_of"]
 
 IN_PLACE = "a loop sums it up: added in place"
-_WORTHWHILE = 16384  # elements of a sum; below that three small operations take as long as two large ones
+# Elements of a sum, and how many times a slice it is: below that three small operations take as long as two large ones.
+_WORTHWHILE, _TIMES = 16384, 8
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ def sums_of(body: Any) -> Mapping[str, Sum]:
         if op.type != "AddN" or math.prod(shape_of(op.outputs[0])) < _WORTHWHILE:
             continue
         slices = tuple(t.op for t in op.inputs if t.op.type == "StridedSliceGrad" and readers[t.name] == 1)
-        others = [at for at, t in enumerate(op.inputs) if not any(t.op is one for one in slices)]
+        others = [at for at, t in enumerate(op.inputs) if t.op.name not in {one.name for one in slices}]
+        largest = max((math.prod(shape_of(one.inputs[-1])) for one in slices), default=0)
+        if largest * _TIMES > math.prod(shape_of(op.outputs[0])):
+            continue
         if slices and len(others) == 1 and _is_carried(op.inputs[others[0]], carried, readers):
             found[op.name] = Sum(others[0], slices)
     return found

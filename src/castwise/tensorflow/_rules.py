@@ -1,7 +1,7 @@
 """How one node is computed: what the policy or a plan decides, as TensorFlow can follow it.
 
 A node's formats are those of its type attributes, and TensorFlow promotes nothing: inputs that share an attribute share
-a dtype. A node that holds or changes state (variables, lists, resources) keeps the dtypes it was written with.
+a dtype. A node that holds or changes state (variables, other resources) keeps the dtypes it was written with.
 """
 
 from __future__ import annotations
