@@ -48,6 +48,8 @@ def test_predicted_noise_is_the_error_that_is_measured():
 
 def test_a_budget_is_kept():
     assert plan(f, X, **PLANNED, budget=1e-9).labels.sum() == 0
+    with pytest.raises(PlanError, match="makes no sense"):
+        plan(f, X, **PLANNED, budget=-0.01)
 
 
 def test_a_plan_survives_its_file_and_is_refused_for_another_function(tmp_path):

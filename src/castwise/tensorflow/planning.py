@@ -115,7 +115,7 @@ def plan(
             if wanted is not None
             else measured_costs(captured, fmt, name, seconds=seconds)
         )
-        allowed = None if budget is None else budget**2 * risks.reference
+        allowed = None if budget is None else risks.allowed(budget)
         if budget is not None and not risks.measured:
             raise PlanError("A budget was given, but no rounding could be priced here. Leave it out.")
         made = solve(captured.graph, costs, risks, resolved, budget=allowed, versions=versions())
