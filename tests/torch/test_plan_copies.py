@@ -57,7 +57,8 @@ def test_a_copy_of_a_module_that_ran_computes_the_same_on_weights_of_its_own(
     with torch.no_grad():
         model[0].weight.add_(1.0)
     assert type(copied) is type(module) and copied.castwise_model is not model
-    assert torch.equal(copied(x), before)
+    # Which kernels an inference runs in is timed anew, and they sum in other orders: a rounding may differ.
+    assert torch.allclose(copied(x), before, rtol=0, atol=1e-2) if inference else torch.equal(copied(x), before)
     assert inference or not torch.equal(module(x), before)
     assert list(copied.state_dict()) == list(model.state_dict())
 
