@@ -14,6 +14,7 @@ from torch import nn
 
 from castwise.policy import Policy
 
+from ._hooks import after_forward, before_forward
 from ._region import Region, current_region
 from ._rules import rules_for
 from ._traced import as_is, traced_by_dynamo
@@ -44,9 +45,8 @@ class LayerHooks:
             hooked.add(module)
             layer = representative.setdefault(covering, path_of[module])
             hook = _LayerHook(policy, device_type, layer)
-            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
-            self._handles.append(nn.Module.register_forward_pre_hook(module, hook.enter, prepend=True))
-            self._handles.append(nn.Module.register_forward_hook(module, hook.leave, always_call=True))
+            self._handles.append(before_forward(module, hook.enter, prepend=True))
+            self._handles.append(after_forward(module, hook.leave, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -166,9 +166,9 @@ class _Rewriter:
         if node.target is not torch.ops.aten.linear.default or self.captured.training or self.device_type != "cpu":
             return False
         shown = node.meta.get("val")
-        sizes = shown.shape[:-1] if isinstance(shown, torch.Tensor) else ()
-        fixed = all(isinstance(size, int) for size in sizes)
-        return fixed and math.prod(sizes) <= _FEW_ROWS and isinstance(shown, torch.Tensor)
+        if not isinstance(shown, torch.Tensor) or not all(isinstance(size, int) for size in shown.shape[:-1]):
+            return False
+        return math.prod(shown.shape[:-1]) <= _FEW_ROWS
 
     def _high(self, node: fx.Node, planned: set[fx.Node]) -> fx.Node:
         wide = {n for n in planned if self._movable(n)}

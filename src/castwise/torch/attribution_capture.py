@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._hooks import after_forward, before_forward
 from .attribution_trees import mapped, tensors_in
 
 _CALLS_KEPT = 32  # of the model in one step: micro-batches, or parts called one by one
@@ -101,9 +102,8 @@ class Recorder:
         self._kept = 0
         for path, module in [("", self.model)] if self._whole else _entrances(self.model):
             hook = _Hook(self, path)
-            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
-            self._handles.append(nn.Module.register_forward_pre_hook(module, hook.before, with_kwargs=True))
-            self._handles.append(nn.Module.register_forward_hook(module, hook.after, always_call=True))
+            self._handles.append(before_forward(module, hook.before, with_kwargs=True))
+            self._handles.append(after_forward(module, hook.after, always_call=True))
         compiled = getattr(self.model, "_compiled_call_impl", None)
         if compiled is not None:  # `model.compile()`: hooks would be traced into the graph
             self._compiled = compiled

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._hooks import after_forward, before_forward
 from .attribution_lines import line_of_hook, line_of_program
 from .attribution_trees import mapped, tensors_in
 from .attribution_values import (
@@ -161,9 +162,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _hook(self) -> None:
         for path, module in self.model.named_modules():
-            # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
-            enter = nn.Module.register_forward_pre_hook(module, _Enter(self, path), prepend=True)
-            self._handles += [enter, nn.Module.register_forward_hook(module, _Leave(self, path), always_call=True)]
+            enter = before_forward(module, _Enter(self, path), prepend=True)
+            self._handles += [enter, after_forward(module, _Leave(self, path), always_call=True)]
 
     def __enter__(self) -> Trace:
         self._hook()

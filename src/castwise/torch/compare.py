@@ -24,6 +24,7 @@ from castwise.scaling import lower_scales
 from castwise.watch.comparison import Comparison, LayerDifference
 
 from ._casts import CastCache
+from ._hooks import after_forward, before_forward
 from ._layers import LayerHooks
 from ._region import Region
 from ._rules import rules_for
@@ -171,9 +172,8 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
 
     handles: list[Any] = []
     for path, module in model.named_modules():
-        # Through the class: compiled TorchScript refuses hooks by its own methods, and calls them all the same.
-        handles.append(nn.Module.register_forward_pre_hook(module, begin))
-        handles.append(nn.Module.register_forward_hook(module, note(path), with_kwargs=True))
+        handles.append(before_forward(module, begin))
+        handles.append(after_forward(module, note(path), with_kwargs=True))
     try:
         with runner.undisturbed(call):
             with context():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._hooks import after_forward, before_forward
 from .attribution_lines import line_of_program
 from .attribution_trace import Trace
 from .attribution_trees import mapped, tensors_in
@@ -79,8 +80,8 @@ class Look(Trace):
 
     def __enter__(self) -> Look:
         for path, module in self.model.named_modules():
-            enter = nn.Module.register_forward_pre_hook(module, _Enter(self, path), prepend=True)
-            self._handles += [enter, nn.Module.register_forward_hook(module, _Leave(self, path), always_call=True)]
+            enter = before_forward(module, _Enter(self, path), prepend=True)
+            self._handles += [enter, after_forward(module, _Leave(self, path), always_call=True)]
         if "torch._dynamo" in sys.modules:  # compiled code shows no kernels, and a full graph refuses to be watched
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
