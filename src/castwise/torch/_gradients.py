@@ -138,3 +138,13 @@ def multiply(values: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply gradients in place."""
     for (device, _), group in _grouped(values).items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, torch.Tensor) else factor)
+
+
+def clear(optimizer: Optimizer) -> bool:
+    """Set all gradients of an optimizer's parameters to None; whether there were any."""
+    found = False
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad, found = None, True
+    return found

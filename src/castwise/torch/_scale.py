@@ -14,8 +14,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from castwise.scaling import ScaleState, ScalingConfig, advance, transition
+
+from ._gradients import parameters_of
+from ._stepping import is_fused
 
 #: Types of device that run ahead of the host and have fused optimizers.
 ASYNCHRONOUS = frozenset({"cuda", "xpu"})
@@ -160,6 +164,19 @@ class DeviceScale:
         self._copy = self._arrived = None
         stalled, *losses = numbers[len(_FIELDS) :]
         return _state_of(numbers), bool(stalled), all(map(math.isfinite, losses))
+
+
+def scale_on_device(
+    state: ScaleState, config: ScalingConfig, optimizer: Optimizer, scheduler: object | None
+) -> DeviceScale | None:
+    """The state kept on the device of the optimizer's parameters, where it may be: the device runs ahead of the host,
+    is the only one, and the optimizer skips by itself. A scheduler has to know whether a step was real.
+    """
+    devices = {p.device for p in parameters_of([optimizer])}
+    if scheduler is not None or not is_fused(optimizer) or len(devices) != 1:
+        return None
+    device = devices.pop()
+    return DeviceScale(state, config, device) if device.type in ASYNCHRONOUS else None
 
 
 def _state_of(numbers: list[float]) -> ScaleState:

@@ -11,11 +11,13 @@ from torch import nn
 
 from castwise.guard import Finding, Raised
 from castwise.policy import Policy
+from castwise.scaling import ScaleState
 from castwise.watch.events import Event
 
 from . import checkpoint
 from ._layers import LayerHooks
 from ._rules import Rules, rules_for
+from ._scale import DeviceScale
 from .apply import Applied
 from .guard import Guard
 from .guard_remedy import policy_comment, with_raised
@@ -31,7 +33,9 @@ class Watched:
     _asked: Policy
     _guard: Guard | None
     _layers: LayerHooks | None
+    _on_device: DeviceScale | None
     _rules: Rules
+    _state: ScaleState
 
     def _raise_layers(self, raised: tuple[Raised, ...]) -> None:
         """Put the policy that was asked for in force, with the guard's raised layers on top."""
@@ -43,6 +47,30 @@ class Watched:
         if self._layers is not None:
             self._layers.remove()
         self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
+
+    def close(self) -> None:
+        """Take the layer hooks off the model."""
+        if self._layers is not None:
+            self._layers.remove()
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss will be multiplied by (1.0 without scaling). Fetched from the device where it lives."""
+        return self.scale_state.scale
+
+    @property
+    def scale_state(self) -> ScaleState:
+        """The state of the loss-scale machine: scale, counters. Fetched from the device where it lives there."""
+        if self._on_device is None:
+            return self._state
+        fetched = self._on_device.news(wait=True)
+        assert fetched is not None
+        return fetched[0]
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the policy's format is emulated on this device."""
+        return self._rules.emulated
 
     @property
     def events(self) -> list[Event]:

@@ -35,18 +35,17 @@ from castwise.plan import Plan
 from castwise.policy import Policy
 from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
 
-from . import _scale
 from ._amp_checks import check, check_clip_norm, check_loss
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
-from ._gradients import all_finite, multiply, parameters_of, values_of
+from ._gradients import all_finite, clear, multiply, parameters_of, values_of
 from ._layers import LayerHooks
 from ._measured import measured, measured_ahead, true_norm
 from ._narrow import NarrowGradients
 from ._ranks import ranks_of, unwrapped
 from ._rules import rules_for
-from ._scale import DeviceScale, StepResult
-from ._stepping import Stepper, is_fused
+from ._scale import StepResult, scale_on_device
+from ._stepping import Stepper
 from ._watched import Watched
 from .apply import apply
 from .devices import resolve, tf32
@@ -131,20 +130,13 @@ class Amp(Watched):
         self._wide = self._stepper.wide
         self._config = replace(self.policy.scaling, enabled=self.policy.uses_scaling)
         self._state = initial_state(self._config)
-        self._on_device = self._keep_scale_on_device()
+        self._on_device = scale_on_device(self._state, self._config, optimizer, scheduler)
         self._micro = 0
         self._begun = False
         self._unscaled: torch.Tensor | None = None
         self._entered = threading.local()
         self._observers: list[Watcher] = []
         self._guard = Guard(self, self._raise_layers) if self.policy.guard.enabled else None
-
-    def _keep_scale_on_device(self) -> DeviceScale | None:
-        devices = {p.device for p in parameters_of([self.optimizer])}
-        if self.scheduler is not None or not is_fused(self.optimizer) or len(devices) != 1:
-            return None
-        device = devices.pop()
-        return DeviceScale(self._state, self._config, device) if device.type in _scale.ASYNCHRONOUS else None
 
     # ---- the region ----
 
@@ -406,37 +398,5 @@ class Amp(Watched):
 
     def _clear(self) -> bool:
         """Set all gradients to None; whether there were any."""
-        found = False
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad, found = None, True
-        if self._narrow is not None:
-            found |= self._narrow.clear()
+        found = clear(self.optimizer) | (self._narrow is not None and self._narrow.clear())
         return self._wide.clear() or found
-
-    # ---- what it is ----
-
-    @property
-    def loss_scale(self) -> float:
-        """What the next loss will be multiplied by (1.0 without scaling). Fetched from the device where it lives."""
-        return self.scale_state.scale
-
-    @property
-    def scale_state(self) -> ScaleState:
-        """The state of the loss-scale machine: scale, counters. Fetched from the device where it lives there."""
-        if self._on_device is None:
-            return self._state
-        fetched = self._on_device.news(wait=True)
-        assert fetched is not None
-        return fetched[0]
-
-    @property
-    def emulated(self) -> bool:
-        """Whether the policy's format is emulated on this device."""
-        return self._rules.emulated
-
-    def close(self) -> None:
-        """Take the layer hooks off the model."""
-        if self._layers is not None:
-            self._layers.remove()

@@ -19,25 +19,23 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise._joined import in_part
-from castwise.catalogue import OpClass
 from castwise.graph import Graph
 from castwise.guard import Raised
 from castwise.plan import Plan
 
-from . import _aten
 from ._apply_parts import AppliedParts, part_of, parts_of, with_raised
-from ._caches import Returned, caches_of, carried, packed_call
+from ._caches import Returned, caches_of, packed_call
 from ._casts import CastCache
 from ._copies import InPlace, remade
+from ._covering import covers, exact_kind, flattened, kind_of, shapes_of
 from ._flat import FlatRun, KeptCasts
 from ._kernels import channels_last_where_it_pays
 from ._narrow import NarrowGradients
 from ._part import Part
+from ._ran import Recorder
 from ._rewrite import rewrite
-from ._trees import flattened_plain
 from .capture import Captured, CaptureError, capture, flat_inputs
 
 __all__ = ["Applied", "apply"]
@@ -150,7 +148,7 @@ class Applied(nn.Module):
 
     def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any], structure: Any) -> _Graph:
         mode = self.mode()
-        call = (mode, structure, *map(_exact_kind, flat))
+        call = (mode, structure, *map(exact_kind, flat))
         try:
             found = self._known.get(call)
         except TypeError:  # an input that has no hash
@@ -170,8 +168,8 @@ class Applied(nn.Module):
     def _search(
         self, mode: bool, structure: Any, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any]
     ) -> _Graph:
-        key = (mode, structure, tuple(_kind(x) for x in flat))
-        found = next((g for g in self._graphs if g.key == key and _covers(g.module, flat)), None)
+        key = (mode, structure, tuple(kind_of(x) for x in flat))
+        found = next((g for g in self._graphs if g.key == key and covers(g.module, flat)), None)
         return self.add_graph((args, kwargs), key) if found is None else found
 
     def add_graph(self, call: tuple[tuple[Any, ...], dict[str, Any]], key: tuple[Any, ...]) -> _Graph:
@@ -206,7 +204,7 @@ class Applied(nn.Module):
         formats = with_raised(formats_for(captured, self.castwise_plan), captured.graph, self._raised)
         module = rewrite(captured, formats, self.castwise_plan.fmt, device_type, emulate=self._emulate)
         module.castwise_guards = getattr(captured.module, "_guards_fn", None)  # type: ignore[assignment]
-        module.castwise_shapes = _shapes(captured.module)  # type: ignore[assignment]
+        module.castwise_shapes = shapes_of(captured.module)  # type: ignore[assignment]
         return formats, module
 
     def raise_layers(self, raised: tuple[Raised, ...]) -> None:
@@ -278,7 +276,7 @@ class Applied(nn.Module):
         """The results of a call of a model that is one graph, and what `formats_run` gives."""
         graph = self.graph_for(args, kwargs)
         _share_state(graph.module, self.castwise_model)
-        recorder = _Recorder(graph.module, self.castwise_plan.fmt)
+        recorder = Recorder(graph.module, self.castwise_plan.fmt)
         return recorder.run(*flat_inputs(args, kwargs)), recorder.formats
 
     def formats(self, *args: Any, **kwargs: Any) -> Mapping[str, str]:
@@ -333,57 +331,6 @@ def _places(ops: tuple[Any, ...]) -> list[tuple[str, str, int]]:
     return places
 
 
-# ---- which graph covers which call -----------------------------------------------------------------------------------
-
-
-def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """A call's inputs as a flat list, and their structure. That of tensors alone needs no search for more inside."""
-    flat = [*args, *kwargs.values()]
-    if all(type(x) is torch.Tensor for x in flat):
-        return flat, (len(args), *kwargs)
-    plain = flattened_plain((args, kwargs))
-    if plain is not None:
-        return plain
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    flat, caches = carried(leaves)
-    return flat, (structure, caches)
-
-
-def _exact_kind(x: Any) -> Any:
-    return (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
-
-
-def _kind(x: Any) -> Any:
-    return (x.dtype, x.device, x.dim(), x.requires_grad) if isinstance(x, torch.Tensor) else (type(x), x)
-
-
-def _shapes(module: fx.GraphModule) -> list[tuple[Any, ...] | None]:
-    """Per input its sizes: a number where it may not vary, the name of a size where it may."""
-    found: list[tuple[Any, ...] | None] = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            value = node.meta.get("val")
-            shape = getattr(value, "shape", None)
-            found.append(None if shape is None else tuple(s if isinstance(s, int) else str(s) for s in shape))
-    return found
-
-
-def _covers(module: Any, flat: list[Any]) -> bool:
-    sizes: dict[str, int] = {}
-    for shape, x in zip(module.castwise_shapes, flat, strict=True):
-        if shape is None or not isinstance(x, torch.Tensor):
-            continue
-        for allowed, size in zip(shape, x.shape, strict=True):
-            if (allowed if isinstance(allowed, int) else sizes.setdefault(allowed, size)) != size:
-                return False
-    if module.castwise_guards is not None:
-        try:
-            module.castwise_guards(*flat)
-        except (AssertionError, RuntimeError):
-            return False
-    return True
-
-
 def _tensors(model: nn.Module, call: Any) -> Iterator[torch.Tensor]:
     yield from model.parameters()
     yield from (x for x in flat_inputs(*call) if isinstance(x, torch.Tensor))
@@ -403,42 +350,3 @@ def _share_state(graph: nn.Module, model: nn.Module) -> None:
         mine = graph.get_submodule(owner)
         held: dict[str, Any] = mine._parameters if name in mine._parameters else mine._buffers
         held[name] = now
-
-
-# ---- what ran --------------------------------------------------------------------------------------------------------
-
-
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Formats of the tensors that kernels wrote, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.written: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.written.append(x.dtype)
-                break
-        return result
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a graph and notes in which format kernels computed each op of the plan."""
-
-    def __init__(self, module: fx.GraphModule, fmt: str) -> None:
-        super().__init__(module)
-        self.fmt = fmt
-        self.formats: dict[str, str] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        op = n.meta.get("castwise_op")
-        entry = _aten.entry_of(n)
-        if op is None or (entry is not None and entry.op_class is OpClass.CAST):  # nothing is computed
-            return super().run_node(n)
-        with _Dispatched() as seen:
-            result = super().run_node(n)
-        if seen.written:  # a composite may sum or normalise in fp32 inside: what counts is the format it ends in
-            self.formats[op] = "fp32" if seen.written[-1].itemsize > 2 else self.fmt
-        return result
