@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.torch import apply, compile, for_inference, plan
+from castwise.torch import _chosen, _kernels, apply, compile, for_inference, plan
 from castwise.torch.capture import CaptureError
 from castwise.torch.planning import Plan
 
@@ -57,10 +57,31 @@ def test_a_copy_of_a_module_that_ran_computes_the_same_on_weights_of_its_own(
     with torch.no_grad():
         model[0].weight.add_(1.0)
     assert type(copied) is type(module) and copied.castwise_model is not model
-    # Which kernels an inference runs in is timed anew, and they sum in other orders: a rounding may differ.
-    assert torch.allclose(copied(x), before, rtol=0, atol=1e-2) if inference else torch.equal(copied(x), before)
+    assert torch.equal(copied(x), before)
     assert inference or not torch.equal(module(x), before)
     assert list(copied.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("faster", [0, 1])
+def test_a_copy_runs_in_the_kernels_that_were_chosen_and_asks_no_clock(
+    model: Any, way: str, faster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(3, 16)
+    module: Any = for_inference(model, (x,), policy="float32")
+    with monkeypatch.context() as timed:
+        timed.setattr(_kernels, "alternating", lambda *_: [1.0 + faster, 2.0 - faster])
+        before = module(x)
+
+    def asked(*_: Any) -> list[float]:
+        raise AssertionError("kernels were timed again")
+
+    monkeypatch.setattr(_kernels, "alternating", asked)
+    copied = WAYS[way](module)
+    assert torch.equal(copied(x), before)
+    monkeypatch.setattr(_chosen, "versions", lambda: {"torch": "another"})
+    with pytest.raises(AssertionError, match="timed again"):  # what was faster there may not be so here
+        WAYS[way](module)(x)
 
 
 def test_a_copy_of_a_compiled_module_is_compiled(model: Any) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of an applied module in copies and files: its model and plan go there, captured graphs do not."""
+"""What goes with an applied module into copies and files: its model, plan and chosen kernels, and no captured graph."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 
 from castwise.guard import Raised
 from castwise.plan import Plan
+
+from ._chosen import Chosen
 
 if TYPE_CHECKING:
     from .apply import Applied
@@ -23,10 +25,12 @@ def remade(
     plan: Plan,
     emulate: bool | None,
     raised: tuple[Raised, ...],
+    chosen: Chosen,
     more: Mapping[str, Any],
 ) -> Applied:
-    """The plan applied to a copy of the model, which is captured when it is first called."""
+    """The plan applied to a copy of the model, which is captured when it is first called, for the same kernels."""
     made = kind(model, plan, emulate=emulate, **more)
+    made._chosen = chosen
     made.raise_layers(raised)
     return made
 

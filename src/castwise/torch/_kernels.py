@@ -3,7 +3,8 @@
 - A linear layer of a model for inference may keep its weight in oneDNN's own layout, with gelu or relu inside.
 - Convolutions may run on channels-last memory: then all that is 4-D and comes after the first of them does.
 
-A choice is kept only where it was faster by more than a clock errs. `benchmarks/kernels.py` shows what they are worth.
+A choice is made only where it was faster by more than a clock errs, and stays with the module (`_chosen`).
+`benchmarks/kernels.py` shows what they are worth.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 from castwise.graph import Graph
 
 from . import _aten
+from ._chosen import Chosen, call_of
 from ._cold import evict, leave, reads_weights
 from ._flat import FlatRun
 from ._rewrite import EMULATED
@@ -37,7 +39,9 @@ _FUSED = {"gelu": "gelu", "relu": "relu"}
 _MOST_TOKENS = 4096
 
 
-def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any], *, cold: bool = False) -> fx.GraphModule:
+def with_packed_weights(
+    module: fx.GraphModule, flat: Sequence[Any], chosen: Chosen, *, cold: bool = False
+) -> fx.GraphModule:
     """The graph of a CPU model with oneDNN's kernels for linear layers, where they are faster on kept weights.
 
     Each layer is timed by itself, and then the graph with all of them on ``flat``, the inputs of a call: a kernel that
@@ -47,18 +51,19 @@ def with_packed_weights(module: fx.GraphModule, flat: Sequence[Any], *, cold: bo
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return module
     other = _copied(module)
-    faster: dict[Any, bool] = {}
     packed = 0
     for node in list(other.graph.nodes):
         layer = _Layer.of(other, node)
-        if layer is not None and faster.setdefault(layer.key, layer.pays(cold)):
+        if layer is not None and layer.pays(chosen, cold):
             layer.replace(f"castwise_packed_{packed}")
             packed += 1
     if not packed:
         return module
     other.graph.eliminate_dead_code()
     other.recompile()
-    return other if _is_faster(other, module, flat) else module
+    call = call_of(other, flat)
+    faster = chosen.whether("packed layers", call, device_type="cpu", ask=lambda: _is_faster(other, module, flat))
+    return other if faster else module
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -117,8 +122,11 @@ class _Layer:
             return None
         return cls(module, node, weight, bias)
 
-    def pays(self, cold: bool = False) -> bool:
+    def pays(self, chosen: Chosen, cold: bool) -> bool:
         """Whether oneDNN's kernel is faster."""
+        return chosen.whether("packed layer", self.key, cold, device_type="cpu", ask=lambda: self._is_faster(cold))
+
+    def _is_faster(self, cold: bool) -> bool:
         x = torch.randn(self.tokens, self.weight.shape[1]).to(self.weight.dtype)
 
         def plain() -> None:
@@ -189,7 +197,7 @@ _WORTH_TRYING = 5e7  # operations of all convolutions: below, a step takes a mil
 
 
 def channels_last_where_it_pays(
-    module: fx.GraphModule, planned: Graph, flat: Sequence[Any], training: bool
+    module: fx.GraphModule, planned: Graph, flat: Sequence[Any], training: bool, chosen: Chosen
 ) -> fx.GraphModule:
     """The graph as it is, or with its convolutions on channels-last memory where a call as this one is faster then.
 
@@ -199,18 +207,31 @@ def channels_last_where_it_pays(
     other = _channels_last(module) if flops > _WORTH_TRYING else None
     if other is None:
         return module
+    device_type = next((x.device.type for x in flat if isinstance(x, torch.Tensor)), "cpu")
+    faster = chosen.whether(
+        "channels last",
+        call_of(module, flat),
+        training,
+        device_type=device_type,
+        ask=lambda: _is_faster_last(other, module, flat, training, device_type),
+    )
+    return other if faster else module
+
+
+def _is_faster_last(
+    other: fx.GraphModule, module: fx.GraphModule, flat: Sequence[Any], training: bool, device_type: str
+) -> bool:
     # What other graphs made is not to be differentiated here.
     flat = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in flat]  # and a graph may write it
     runs = [_call(one, flat, training) for one in (module, other)]
-    device_type = next((x.device.type for x in flat if isinstance(x, torch.Tensor)), "cpu")
     try:
         with random_state_kept():
             as_is, last = alternating(runs, device_type, time.perf_counter() + 10 * _SECONDS)
     except RuntimeError as error:
         log.debug("the graph does not run on channels-last memory: %s", error)
-        return module
+        return False
     log.info("channels-last memory takes %.2f of the time", last / as_is)
-    return other if last < _WORTH * as_is else module
+    return last < _WORTH * as_is
 
 
 def _call(module: fx.GraphModule, flat: Sequence[Any], training: bool) -> Callable[[], None]:

@@ -28,6 +28,7 @@ from castwise.plan import Plan
 from ._apply_parts import AppliedParts, part_of, parts_of, with_raised
 from ._caches import Returned, caches_of, packed_call
 from ._casts import CastCache
+from ._chosen import Chosen
 from ._copies import InPlace, remade
 from ._covering import covers, exact_kind, flattened, kind_of, shapes_of
 from ._flat import FlatRun, KeptCasts
@@ -102,6 +103,7 @@ class Applied(nn.Module):
         self._emulate = emulate
         self._wrap = wrap
         self._casts = KeptCasts()
+        self._chosen = Chosen()
         self._raised: tuple[Raised, ...] = ()
         self._graphs: list[_Graph] = []
         self._known: dict[Any, _Graph] = {}
@@ -110,14 +112,19 @@ class Applied(nn.Module):
 
     def for_part(self, part: Part) -> Applied:
         """The plan applied to one graph of a model with graph breaks."""
-        made = Applied(part, self.castwise_plan, emulate=self._emulate, wrap=self._wrap)
-        made._casts, made._raised = self._casts, self._raised
+        made = self.made_for(part)
+        made._casts, made._raised, made._chosen = self._casts, self._raised, self._chosen
         return made
+
+    def made_for(self, model: nn.Module) -> Applied:
+        """The plan applied to another model, nothing of which is known yet."""
+        return Applied(model, self.castwise_plan, emulate=self._emulate, wrap=self._wrap)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what a file of it is loaded as, applies the plan to its own model, and captures that anew."""
         more = {} if self._wrap is None else {"wrap": self._wrap}
-        return remade, (type(self), self.castwise_model, self.castwise_plan, self._emulate, self._raised, more)
+        known = (self._raised, self._chosen)
+        return remade, (type(self), self.castwise_model, self.castwise_plan, self._emulate, *known, more)
 
     @property
     def has_breaks(self) -> bool:
@@ -195,7 +202,7 @@ class Applied(nn.Module):
         faster = module
         if self._wrap is None:  # a compiler chooses memory layouts itself
             training = captured.training and torch.is_grad_enabled()
-            faster = channels_last_where_it_pays(module, captured.graph, flat_inputs(*call), training)
+            faster = channels_last_where_it_pays(module, captured.graph, flat_inputs(*call), training, self._chosen)
         graph = _Graph(key, module, self.runner(faster, captured.returned), formats, captured)
         self._graphs.append(graph)
         return graph

@@ -26,7 +26,6 @@ from ._caches import Returned
 from ._cold import weights_are_cold
 from ._flat import FlatRun
 from ._kernels import with_packed_weights
-from ._part import Part
 from .apply import Applied, Run, _Graph
 from .autocast import autocast
 from .capture import CaptureError, flat_inputs
@@ -53,9 +52,9 @@ class Inference(Applied):
             with evaluating(self.castwise_model):  # also what runs between the graphs
                 return super().forward(*args, **kwargs)
 
-    def for_part(self, part: Part) -> Applied:
-        """The plan applied to one graph of a model with graph breaks."""
-        return Inference(part, self.castwise_plan, emulate=self._emulate)
+    def made_for(self, model: nn.Module) -> Applied:
+        """The plan applied to another model, nothing of which is known yet."""
+        return Inference(model, self.castwise_plan, emulate=self._emulate)
 
     def mode(self) -> bool:
         """Evaluation mode, always."""
@@ -73,7 +72,8 @@ class Inference(Applied):
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a graph on weights as they were when it was made."""
         cold = weights_are_cold(self.castwise_plan.problem.graph, "cpu")
-        return FlatRun(with_packed_weights(with_kept_constants(module), self._example, cold=cold), None, returned)
+        packed = with_packed_weights(with_kept_constants(module), self._example, self._chosen, cold=cold)
+        return FlatRun(packed, None, returned)
 
 
 def for_inference(
