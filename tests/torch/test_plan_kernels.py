@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from castwise.guard import Raised
 from castwise.torch import _kernels, apply, for_inference, plan
 
 
@@ -106,6 +109,27 @@ def test_convolutions_on_channels_last_memory_give_the_models_results(
     assert model.norm.num_batches_tracked == 2
     assert torch.allclose(model.norm.running_mean, twin.norm.running_mean, atol=1e-5)
     assert uses(planned.graph_for((x,), {}).module, torch.ops.aten.contiguous.default) == 0  # what is exported
+
+
+def test_convolutions_stay_on_channels_last_memory_when_a_layer_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "_WORTH", float("inf"))
+    monkeypatch.setattr(_kernels, "_WORTH_TRYING", 0.0)
+    model, x = Images(), torch.randn(4, 3, 8, 8)
+    planned = apply(model, plan(model, (x,), policy="bfloat16"))
+    laid_out: list[bool] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.convolution.default:
+                laid_out.append(args[0].is_contiguous(memory_format=torch.channels_last))
+            return func(*args, **(kwargs or {}))
+
+    planned(x)
+    planned.raise_layers((Raised("second"),))
+    with Seen(), torch.no_grad():
+        raised = planned(x)
+    assert laid_out and all(laid_out)
+    assert torch.allclose(raised[0], model(x)[0], atol=0.1)
 
 
 def test_a_graph_whose_views_are_written_stays_on_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

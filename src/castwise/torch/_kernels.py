@@ -27,7 +27,7 @@ from ._rewrite import EMULATED
 from ._run import StudyRun, floating, random_state_kept
 from .measure import alternating
 
-__all__ = ["channels_last_where_it_pays", "with_packed_weights"]
+__all__ = ["channels_last_pays", "on_channels_last", "with_packed_weights"]
 
 log = logging.getLogger("castwise.torch.kernels")
 
@@ -196,26 +196,25 @@ _FEWEST_CONVOLUTIONS = 2  # one alone gains less than what its result is copied 
 _WORTH_TRYING = 5e7  # operations of all convolutions: below, a step takes a millisecond or two either way
 
 
-def channels_last_where_it_pays(
+def channels_last_pays(
     module: fx.GraphModule, planned: Graph, flat: Sequence[Any], training: bool, chosen: Chosen
-) -> fx.GraphModule:
-    """The graph as it is, or with its convolutions on channels-last memory where a call as this one is faster then.
+) -> bool:
+    """Whether a call as this one is faster with convolutions on channels-last memory.
 
     Parameters stay as they are, and results have the memory layout that they have without it.
     """
     flops = sum(op.flops for op in planned.ops if op.name.startswith("conv"))
-    other = _channels_last(module) if flops > _WORTH_TRYING else None
+    other = on_channels_last(module) if flops > _WORTH_TRYING else None
     if other is None:
-        return module
+        return False
     device_type = next((x.device.type for x in flat if isinstance(x, torch.Tensor)), "cpu")
-    faster = chosen.whether(
+    return chosen.whether(
         "channels last",
         call_of(module, flat),
         training,
         device_type=device_type,
         ask=lambda: _is_faster_last(other, module, flat, training, device_type),
     )
-    return other if faster else module
 
 
 def _is_faster_last(
@@ -244,7 +243,7 @@ def _call(module: fx.GraphModule, flat: Sequence[Any], training: bool) -> Callab
     return run
 
 
-def _channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
+def on_channels_last(module: fx.GraphModule) -> fx.GraphModule | None:
     """The graph with images in channels-last memory; None where there are few convolutions, or memory is shared."""
     graph = fx.Graph()
     graph.set_codegen(module.graph._codegen)

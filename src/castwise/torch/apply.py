@@ -32,7 +32,7 @@ from ._chosen import Chosen
 from ._copies import InPlace, remade
 from ._covering import covers, exact_kind, flattened, kind_of, shapes_of
 from ._flat import FlatRun, KeptCasts
-from ._kernels import channels_last_where_it_pays
+from ._kernels import channels_last_pays, on_channels_last
 from ._narrow import NarrowGradients
 from ._part import Part
 from ._ran import Recorder
@@ -80,6 +80,8 @@ class _Graph:
     """Takes a call's inputs as a flat list, and as they came."""
     formats: Mapping[str, str]
     captured: Captured
+    channels_last: bool
+    """Whether its convolutions run on channels-last memory."""
 
     @property
     def planned(self) -> Graph:
@@ -199,11 +201,11 @@ class Applied(nn.Module):
         captured = capture_call(self.castwise_model, *call, training=self.castwise_plan.problem.graph.training)
         device_type = next((t.device.type for t in _tensors(self.castwise_model, call)), "cpu")
         formats, module = self._rewritten(captured, device_type)
-        faster = module
+        last = False
         if self._wrap is None:  # a compiler chooses memory layouts itself
             training = captured.training and torch.is_grad_enabled()
-            faster = channels_last_where_it_pays(module, captured.graph, flat_inputs(*call), training, self._chosen)
-        graph = _Graph(key, module, self.runner(faster, captured.returned), formats, captured)
+            last = channels_last_pays(module, captured.graph, flat_inputs(*call), training, self._chosen)
+        graph = _Graph(key, module, self._run_of(module, captured, last), formats, captured, last)
         self._graphs.append(graph)
         return graph
 
@@ -222,7 +224,7 @@ class Applied(nn.Module):
         device_type = next((p.device.type for p in self.castwise_model.parameters()), "cpu")
         for graph in self._graphs:
             graph.formats, graph.module = self._rewritten(graph.captured, device_type)
-            graph.run = self.runner(graph.module, graph.captured.returned)
+            graph.run = self._run_of(graph.module, graph.captured, graph.channels_last)
         if self._in_parts is not None:
             self._in_parts.raise_layers(raised)
 
@@ -235,6 +237,10 @@ class Applied(nn.Module):
             yield
         finally:
             self.raise_layers(before)
+
+    def _run_of(self, module: fx.GraphModule, captured: Captured, channels_last: bool) -> Run:
+        in_layout = on_channels_last(module) if channels_last else None
+        return self.runner(module if in_layout is None else in_layout, captured.returned)
 
     def runner(self, module: fx.GraphModule, returned: Returned) -> Run:
         """What runs a rewritten graph."""
