@@ -26,8 +26,8 @@ __all__ = ["Array", "Source", "Weights", "read", "subgraphs", "tensor_array"]
 
 Array = np.ndarray[Any, Any]
 
-_LARGE = 1024
-"""Bytes from which on an initializer's values are kept outside of the skeleton."""
+_LARGE = 256
+"""Values beyond which an initializer is kept outside of the skeleton."""
 
 _OLDEST_WITHOUT_INPUTS = 4
 """The IR version from which on an initializer need not be listed as an input, so that one that is may be overridden."""
@@ -126,21 +126,20 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     kept = onnx.GraphProto()
     order: list[str] = []
     size = 0
-    for tensor in model.graph.initializer:
+    dense = [_dense(sparse, name) for sparse in model.graph.sparse_initializer]
+    notes += [f"sparse initializer {tensor.name!r} is stored densely" for tensor in dense]
+    for tensor in (*model.graph.initializer, *dense):
         order.append(tensor.name)
         external = external_data_helper.uses_external_data(tensor)
-        if external or (tensor_bytes(tensor) > _LARGE and tensor.data_type != onnx.TensorProto.STRING):
+        if _is_large(tensor):
             weights.put(tensor, _external(tensor, folder, name) if external else _inside(tensor, name))
             size += tensor_bytes(tensor)
+        elif external:
+            kept.initializer.append(numpy_helper.from_array(_external(tensor, folder, name)(), tensor.name))
         else:
             kept.initializer.add().CopyFrom(tensor)
     skeleton = _without_initializers(model)
     skeleton.graph.initializer.extend(kept.initializer)
-    for sparse in model.graph.sparse_initializer:
-        dense = _dense(sparse, name)
-        order.append(dense.name)
-        skeleton.graph.initializer.append(dense)
-        notes.append(f"sparse initializer {dense.name!r} is stored densely")
     notes += _densified(skeleton, name)
     for graph in subgraphs(skeleton.graph):
         for tensor in graph.initializer:
@@ -152,6 +151,12 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
         if weight not in inputs:
             skeleton.graph.input.append(onnx.helper.make_tensor_value_info(weight, elem, shape))
     return Source(skeleton, weights, tuple(order), frozenset(inputs & set(weights)), size, name, notes)
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor goes to the store. The same holds of its copies in other formats, and of one in another file:
+    a skeleton, and so the digest of a model, does not depend on either."""
+    return tensor.data_type != onnx.TensorProto.STRING and int(np.prod(tensor.dims, dtype=np.int64)) > _LARGE
 
 
 def _check_values(model: onnx.ModelProto, name: str) -> None:
