@@ -86,7 +86,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlanError(f"{os.fspath(path)!r} is not JSON ({error}). Make the plan again.") from error
     try:
         return fields(data)
-    except PlanError as error:
+    except CastwiseError as error:
         raise PlanError(f"{os.fspath(path)!r}: {error}") from error
 
 

@@ -169,7 +169,9 @@ class Risks:
         return noise
 
     def relative(self, noise: float) -> float:
-        """A noise as a relative root-mean-square error of the output."""
+        """A noise as a relative root-mean-square error of the output; of an output of zeros, any is infinite."""
+        if not self.reference:
+            return math.inf if noise else 0.0
         return math.sqrt(noise / self.reference)
 
     def allowed(self, error: float) -> float:

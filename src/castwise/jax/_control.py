@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from castwise.policy import Rule
 
-from ._custom import custom_jvp_call, custom_vjp_call
+from ._custom import custom_jvp_call, custom_vjp_call, custom_vmap_call
 from ._dtypes import DType, widest
 from ._layers import REGION
 from ._rewrite import Body
@@ -129,13 +129,7 @@ def _linear_solve(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
 
     def applied(name: str) -> ClosedJaxpr | None:
         written = getattr(jaxprs, name)
-        if written is None:
-            return None
-        inner = written.jaxpr
-        types = [InType(castable(var.aval)) for var in inner.invars]
-        done = body.rewriter.jaxpr(inner, types, layer, f"{path}/{name}/")
-        out = [castable(var.aval) for var in inner.outvars]
-        return ClosedJaxpr(coerced(done, out, inner.outvars), written.consts)
+        return None if written is None else _same_signature(body, written, layer, f"{path}/{name}/")
 
     before = len(body.eqns)
     floats = [value for value in map(body.read, eqn.invars) if value.dtype is not None]
@@ -143,6 +137,31 @@ def _linear_solve(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
     made = jaxprs._replace(matvec=applied("matvec"), vecmat=applied("vecmat"))
     body.emit(eqn, atoms, [castable(var.aval) for var in eqn.outvars], {**eqn.params, "jaxprs": made})
     body.record(eqn, body.rewriter.choice(eqn.primitive.name, layer, path), layer, path, floats, before)
+
+
+def _composite(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    """An operation that a compiler may know by its name, and what it is made of elsewhere. Only the latter changes."""
+    made = _same_signature(body, eqn.params["jaxpr"], layer, f"{path}/")
+    body.as_written(eqn, {**eqn.params, "jaxpr": made})
+
+
+def _linear_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    """A linear function with a transpose of its own: JAX calls one in place of the other, so neither's dtypes move."""
+    written: Callable[[], tuple[ClosedJaxpr, Any]] = eqn.params["transpose_thunk"]
+
+    def transpose() -> tuple[ClosedJaxpr, Any]:
+        closed, consts = written()
+        return _same_signature(body, closed, layer, f"{path}/bwd/"), consts
+
+    callee = _same_signature(body, eqn.params["callee"], layer, f"{path}/")
+    body.as_written(eqn, {**eqn.params, "callee": callee, "transpose_thunk": transpose})
+
+
+def _same_signature(body: Body, written: ClosedJaxpr, layer: str, path: str) -> ClosedJaxpr:
+    """A jaxpr rewritten inside, with the inputs and results it had."""
+    castable, inner = body.rewriter.castable_dtype, written.jaxpr
+    done = body.rewriter.jaxpr(inner, [InType(castable(var.aval)) for var in inner.invars], layer, path)
+    return ClosedJaxpr(coerced(done, [castable(var.aval) for var in inner.outvars], inner.outvars), written.consts)
 
 
 HANDLERS: dict[str, Handler] = {
@@ -159,4 +178,7 @@ HANDLERS: dict[str, Handler] = {
     "custom_linear_solve": _linear_solve,
     "custom_jvp_call": custom_jvp_call,
     "custom_vjp_call": custom_vjp_call,
+    "custom_vmap_call": custom_vmap_call,
+    "composite": _composite,
+    "linear_call": _linear_call,
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -20,7 +21,7 @@ from ._dtypes import DType, float_dtype
 from ._rewrite import Body, Rewriter
 from ._values import InType, coerced
 
-__all__ = ["custom_jvp_call", "custom_vjp_call"]
+__all__ = ["custom_jvp_call", "custom_vjp_call", "custom_vmap_call"]
 
 Thunk = Callable[..., Any]
 
@@ -70,7 +71,8 @@ def custom_vjp_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
         cotangents = args[len(residuals) :]
         avals = [*residuals, *(var.aval.to_ct_aval() for var in eqn.outvars)]
         assert len(args) == len(avals), (len(args), len(residuals), len(cotangents))
-        return _run_backward(rewriter, params["bwd"], args, avals, types[first:], layer, path)
+        known = {at for at in range(len(residuals)) if _known(args[at], avals[at])}
+        return _run_backward(rewriter, params["bwd"], args, avals, known, types[first:], layer, path)
 
     new = {
         **params,
@@ -81,17 +83,52 @@ def custom_vjp_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
     body.emit(eqn, [value.atom for value in values], done.out, new)
 
 
+def custom_vmap_call(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
+    """A function that says how it is batched. Its rule is traced for the dtypes it was written for, and rewritten."""
+    params, rewriter = eqn.params, body.rewriter
+    values = [body.read(var) for var in eqn.invars]
+    done = rewriter.jaxpr(params["call"].jaxpr, [InType(value.dtype) for value in values], layer, f"{path}/")
+    rule = params["rule"]
+    avals: list[Any] = [var.aval for var in eqn.invars]
+
+    def batched(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+        flat, tree = jax.tree.flatten(args)
+        told: list[Any] = []
+
+        def written(*arrays: Any) -> list[Any]:
+            out, out_batched = rule(axis_size, in_batched, *jax.tree.unflatten(tree, arrays))
+            leaves, out_tree = jax.tree.flatten(out)
+            told[:] = [out_tree, out_batched]
+            return leaves
+
+        specs = [_spec(aval.update(shape=np.shape(x))) for x, aval in zip(flat, avals, strict=True)]
+        closed = jax.make_jaxpr(written)(*specs)
+        types = [InType(rewriter.castable_dtype(jax.typeof(x))) for x in flat]
+        ruled = coerced(rewriter.jaxpr(closed.jaxpr, types, layer, f"{path}/vmap/"), done.out)
+        outs = jax.extend.core.jaxpr_as_fun(ClosedJaxpr(ruled, closed.consts))(*flat)
+        out_tree, out_batched = told
+        return jax.tree.unflatten(out_tree, outs), out_batched
+
+    batched.__name__ = getattr(rule, "__name__", "rule")
+    new = {**params, "call": done.closed(params["call"].consts), "rule": batched}
+    body.emit(eqn, [value.atom for value in values], done.out, new)
+
+
 def _run_backward(
     rewriter: Rewriter,
     rule: Any,
     args: Sequence[Any],
     avals: Sequence[Any],
+    known: set[int],
     primals: Sequence[InType],
     layer: str,
     path: str,
 ) -> list[Any]:
-    """Trace a backward rule as written, rewrite it for ``args`` and run it; gradients have their primals' dtypes."""
-    given = [at for at, arg in enumerate(args) if not _symbolic(arg)]
+    """Trace a backward rule as written, rewrite it for ``args`` and run it; gradients have their primals' dtypes.
+
+    Residuals that are ``known`` are not traced: a rule may ask Python whether one is true.
+    """
+    given = [at for at, arg in enumerate(args) if not _symbolic(arg) and at not in known]
     zeros: list[Any] = []
 
     def written(*arrays: Any) -> list[Any]:
@@ -101,6 +138,8 @@ def _run_backward(
         for at, arg in enumerate(full):
             if _symbolic(arg):
                 full[at] = type(arg)(avals[at])
+            elif at in known and float_dtype(avals[at]) is not None:
+                full[at] = float(arg) if avals[at].weak_type else np.asarray(arg, avals[at].dtype)
         out = rule.call_wrapped(*full)
         zeros[:] = [one if isinstance(one, ad.Zero) else None for one in out]
         return [one for one in out if not isinstance(one, ad.Zero)]
@@ -119,6 +158,13 @@ def _run_backward(
 
 def _symbolic(arg: Any) -> bool:
     return isinstance(arg, SymbolicZero | ad.Zero)
+
+
+def _known(residual: Any, aval: Any) -> bool:
+    """Whether a residual is a number, or no floating-point array, that the program knows before it runs."""
+    if _symbolic(residual) or isinstance(residual, jax.core.Tracer):
+        return False
+    return not np.shape(residual) or float_dtype(aval) is None
 
 
 def _spec(aval: Any) -> Any:

@@ -41,15 +41,20 @@ def _traced(value: Any) -> bool:
     return False
 
 
-def inlined(outer: Jaxpr, call: JaxprEqn, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """What a traced region, a jaxpr of one call, computes from ``arrays``, without the call around it."""
+def inlined(
+    outer: Jaxpr, call: JaxprEqn, consts: Sequence[Any], arrays: Sequence[Any], *, as_calls: bool = True
+) -> list[Any]:
+    """What a traced region, a jaxpr of one call, computes from ``arrays``, without the call around it.
+
+    Each operation is a call of its own ``as_calls``, else just itself.
+    """
     env: dict[Any, Any] = dict(zip([*outer.constvars, *outer.invars], [*consts, *arrays], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     inner = call.params["jaxpr"]
-    jaxpr = _calls.get(inner.jaxpr)
+    jaxpr = _calls.get(inner.jaxpr) if as_calls else inner.jaxpr
     if jaxpr is None:
         jaxpr = _calls[inner.jaxpr] = _with_calls(inner.jaxpr, call)
     with jax.named_scope(REGION):

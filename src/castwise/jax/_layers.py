@@ -8,12 +8,17 @@ leave entries on the stack too, which are no layers and are passed over.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-__all__ = ["ABSOLUTE", "REGION", "in_region", "layer_path", "layers_of"]
+import castwise
+
+__all__ = ["ABSOLUTE", "REGION", "in_region", "layer_path", "layers_of", "source_line"]
 
 #: The scope, or the name of the jit call, of what a region has made: an outer region leaves an inner one as it is.
 REGION = "castwise_autocast"
@@ -21,6 +26,9 @@ REGION = "castwise_autocast"
 #: How a scope begins whose name is a whole path: what stands around it is no part of it. For frameworks on JAX that
 #: open scopes of their own and know better paths.
 ABSOLUTE = "castwise_layer:"
+
+# Where the lines of JAX and of Castwise are; lines of no file begin with "<".
+_OTHERS = ("<", *(f"{Path(package).parent}{os.sep}" for package in (jax.__file__, castwise.__file__)))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -60,3 +68,12 @@ def _layers(jaxpr: Jaxpr, outer: str) -> Iterator[str]:
             for one in held if isinstance(held, tuple | list) else (held,):
                 if isinstance(one, ClosedJaxpr | Jaxpr):
                     yield from _layers(one.jaxpr if isinstance(one, ClosedJaxpr) else one, path)
+
+
+def source_line(eqn: Any) -> str:
+    """The line that the user wrote, such as ``model.py:41``."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_OTHERS):
+            return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}"
+    return ""

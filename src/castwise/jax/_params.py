@@ -17,15 +17,15 @@ __all__ = ["holds_program", "params_for", "passes_through"]
 _COMBINERS = frozenset({"update_jaxpr", "jaxpr", "select_jaxpr", "scatter_jaxpr"})
 
 
-def params_for(eqn: JaxprEqn, dtype: DType, choice: Choice) -> tuple[dict[str, Any], DType]:
-    """The parameters of an equation whose floating inputs are now of ``dtype``, and the dtype of its results."""
+def params_for(eqn: JaxprEqn, dtype: DType, choice: Choice, castable: frozenset[DType]) -> tuple[dict[str, Any], DType]:
+    """The parameters of an equation whose ``castable`` inputs are now of ``dtype``, and the dtype of its results."""
     params = eqn.params
     if "preferred_element_type" in params:
         return _product_params(eqn, dtype, choice)
     combiners = {
-        key: ClosedJaxpr(_with_dtype(value.jaxpr, dtype), value.consts)
+        key: ClosedJaxpr(_with_dtype(value.jaxpr, dtype, castable), value.consts)
         if isinstance(value, ClosedJaxpr)
-        else _with_dtype(value, dtype)
+        else _with_dtype(value, dtype, castable)
         for key, value in params.items()
         if isinstance(value, ClosedJaxpr | Jaxpr)
     }
@@ -64,12 +64,12 @@ def holds_program(params: dict[str, Any]) -> bool:
     return False
 
 
-def _with_dtype(jaxpr: Jaxpr, dtype: DType) -> Jaxpr:
-    """A combiner for numbers of another dtype."""
+def _with_dtype(jaxpr: Jaxpr, dtype: DType, castable: frozenset[DType]) -> Jaxpr:
+    """A combiner for numbers of another dtype; those that are not ``castable`` keep theirs."""
     new: dict[Var, Var] = {}
 
     def var(old: Any) -> Any:
-        aval = retyped(old.aval, dtype) if float_dtype(old.aval) is not None else old.aval
+        aval = retyped(old.aval, dtype) if float_dtype(old.aval) in castable else old.aval
         if isinstance(old, Literal):
             return literal(old.val, aval)
         return new.setdefault(old, Var(aval))

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Self
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -14,13 +15,14 @@ from castwise._function_plan import FunctionPlan
 from castwise.catalogue import load_catalogue
 from castwise.errors import PlanError
 from castwise.formats import parse_format
+from castwise.graph import Kind, Op
 from castwise.policy import Policy, Rule
 
 from ._dtypes import DType, dtype_of
 from ._rewrite import Rewriter
 from ._rules import Choice, rules_for
 from ._values import Record
-from .capture import OUT, castable_for
+from .capture import OUT, capture, castable_for
 
 __all__ = ["Plan", "structure_of"]
 
@@ -44,9 +46,27 @@ class Plan(FunctionPlan):
         """Raise PlanError unless the plan was made for a function like this one."""
         if structure_of(jaxpr) != self.structure:
             raise PlanError(
-                "This plan was made for another function: JAX traces other operations for these arguments than it did "
-                "for those of the plan. Make one with castwise.jax.plan(fn, *args) for such arguments."
+                f"This plan was made for another function: JAX traces other operations for these arguments than it did "
+                f"for those of the plan. {self._difference(jaxpr)} Make one with castwise.jax.plan(fn, *args) for such "
+                f"arguments."
             )
+
+    def _difference(self, jaxpr: Jaxpr) -> str:
+        """The first thing that differs between the planned function and this one."""
+        planned = self.problem.graph
+        found = capture(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)), self.fmt).graph
+        was, now = ([one for one in graph.tensors if one.kind is Kind.INPUT] for graph in (planned, found))
+        if len(was) != len(now):
+            return f"{planned.name!r} was planned for {len(was)} arrays and gets {len(now)}."
+        for at, (old, new) in enumerate(zip(was, now, strict=True)):
+            if (old.format, len(old.shape)) != (new.format, len(new.shape)):
+                return (
+                    f"Its array {at} was {old.format} of {len(old.shape)} axes and is {new.format} of {len(new.shape)}."
+                )
+        for one, other in zip_longest(planned.ops, found.ops):
+            if one is None or other is None or (one.id, one.name) != (other.id, other.name):
+                return f"The first that differs was {_shown(one)} and is {_shown(other)}."
+        return "What differs is a constant, or within a part that plans do not look into."
 
     def rewriter(self, records: list[Record] | None = None) -> Rewriter:
         """What rewrites the function as planned."""
@@ -89,6 +109,10 @@ class Plan(FunctionPlan):
     @classmethod
     def _read(cls, own: Any) -> dict[str, Any]:
         return {**own, "rounded": frozenset(own["rounded"])}
+
+
+def _shown(op: Op | None) -> str:
+    return "nothing" if op is None else f"{op.name} ({op.source or op.id})"
 
 
 def _unplanned(primitive: str, layer: str) -> Choice:

@@ -13,6 +13,7 @@ A variable of the old jaxpr becomes a ``Value``: the same number in one or more 
 from __future__ import annotations
 
 import bisect
+import logging
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,11 @@ __all__ = ["Body", "Rewriter"]
 
 
 # Paths of derivative rules, which no plan has: a plan is for what the function computes.
-_DERIVATIVE = re.compile("/(fwd|bwd|jvp)/")
+_DERIVATIVE = re.compile("/(fwd|bwd|jvp|vmap)/")
 _AS_WRITTEN = Choice("", None)
+_told: set[str] = set()  # primitives whose programs were said to stay as they are
+
+log = logging.getLogger("castwise.jax")
 
 
 class Rewriter:
@@ -243,10 +247,10 @@ class Body:
         )
         return values
 
-    def as_written(self, eqn: JaxprEqn) -> list[Value]:
+    def as_written(self, eqn: JaxprEqn, params: dict[str, Any] | None = None) -> list[Value]:
         """Add an equation with the dtypes that it was written with."""
         atoms = [self.cast(self.read(var), self.rewriter.castable_dtype(var.aval), eqn) for var in eqn.invars]
-        return self.emit(eqn, atoms, [self.rewriter.castable_dtype(var.aval) for var in eqn.outvars])
+        return self.emit(eqn, atoms, [self.rewriter.castable_dtype(var.aval) for var in eqn.outvars], params)
 
     def plain(self, eqn: JaxprEqn, choice: Choice, layer: str, path: str) -> None:
         """Add an equation that holds no jaxpr of its own, in the dtype that its choice asks for."""
@@ -255,7 +259,10 @@ class Body:
         floats = [value for value in values if value.dtype is not None]
         if eqn.primitive is CONVERT:
             self._convert(eqn, values[0])
-        elif choice.rule is None or not floats or holds_program(eqn.params):
+        elif holds_program(eqn.params):
+            self._unseen(eqn, layer, path)
+            self.as_written(eqn)
+        elif choice.rule is None or not floats:
             self.as_written(eqn)
         elif choice.rule is Rule.WIDEST and passes_through(eqn):
             self.emit(eqn, [value.atom for value in values], [value.dtype for value in values])
@@ -265,11 +272,23 @@ class Body:
         if self.rewriter.records is not None:
             self.record(eqn, choice, layer, path, floats, before)
 
+    def _unseen(self, eqn: JaxprEqn, layer: str, path: str) -> None:
+        """Say once that a program inside an equation, such as a kernel's, stays wide where products would be low."""
+        name = eqn.primitive.name
+        products = self.rewriter.choice("dot_general", layer, path)
+        if name not in _told and not self.rewriter.follows_plan and products.rule is Rule.LOW:
+            _told.add(name)
+            log.warning(
+                "%s holds a program that autocast does not look into: it is computed in the formats it was written in. "
+                "Give it 16-bit arrays where it should compute in 16 bits.",
+                name,
+            )
+
     def _on_its_merits(self, eqn: JaxprEqn, choice: Choice) -> Choice:
-        """The choice, once it is seen that a product asks for its precision or has nothing to sum."""
+        """The choice, once it is seen that a product asks for its precision, has nothing to sum, or is not all ours."""
         if "preferred_element_type" not in eqn.params:
             return choice
-        demand = demands(eqn.params)
+        demand = demands(eqn.params) or self._left_alone(eqn)
         if demand:
             return replace(choice, rule=None, reason=demand)
         if choice.rule is Rule.LOW:
@@ -280,6 +299,16 @@ class Body:
                 )
         return choice
 
+    def _left_alone(self, eqn: JaxprEqn) -> str:
+        """Why a product keeps the dtypes of its operands: with one of them, or its result, nobody may meddle."""
+        for var in (*eqn.invars, *eqn.outvars):
+            aval: Any = var.aval
+            dtype = np.dtype(aval.dtype)
+            wider = dtype.kind == "c" or (dtype.kind == "f" and dtype.itemsize > self.rewriter.wide.itemsize)
+            if wider or (var in eqn.outvars and self.rewriter.castable_dtype(aval) is None):
+                return f"an operand or its result is {dtype.name}, which is left alone"
+        return ""
+
     def _arithmetic(self, eqn: JaxprEqn, choice: Choice, values: list[Value], floats: list[Value]) -> None:
         if choice.rule is None:
             self.as_written(eqn)
@@ -287,7 +316,7 @@ class Body:
         dtype = choice.dtype if choice.rule is not Rule.WIDEST else self._widest(choice, floats)
         assert dtype is not None
         atoms = [self.cast(value, dtype, eqn) for value in values]
-        params, result = params_for(eqn, dtype, choice)
+        params, result = params_for(eqn, dtype, choice, self.rewriter.castable)
         castable = self.rewriter.castable_dtype
         results = self.emit(eqn, atoms, [result if castable(var.aval) else None for var in eqn.outvars], params)
         if choice.view and len(values) == 1:

@@ -63,11 +63,11 @@ def measured_risks(captured: Captured, batches: Sequence[Sequence[Any]], trips: 
             _record(meter, captured, jax.device_get(seen))
     except PlanError:
         raise
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError, AssertionError) as error:  # JAX's rules raise all of them
         log.warning(
             "JAX cannot differentiate this function (%s): no rounding is priced, and operations with a hazard "
             "in the op catalogue stay wide",
-            str(error).splitlines()[0],
+            (str(error) or type(error).__name__).splitlines()[0],
         )
         return Risks.unmeasured(captured.graph, captured.low)
     return meter.risks()

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
 
 from ._dtypes import DType, float_dtype
@@ -82,6 +83,9 @@ def coerced(done: Rewritten, dtypes: Sequence[DType | None], like: Sequence[Any]
         weak = bool(like is not None and getattr(like[index].aval, "weak_type", False))
         if dtype is None or (float_dtype(aval) == dtype and aval.weak_type == weak):
             outs.append(out)
+            continue
+        if isinstance(out, Literal):  # it stays a number that is known
+            outs.append(literal(np.asarray(out.val, dtype)[()], aval.update(dtype=dtype, weak_type=weak)))
             continue
         key = (id(out), dtype, weak)
         if key not in made:

@@ -8,25 +8,25 @@ and a region inside a region keeps its own policy.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from castwise.errors import PolicyError
+from castwise.errors import PlanError, PolicyError
 from castwise.policy import Policy
 
 from ._inline import differentiated_while_traced, inlined
 from ._layers import REGION, layers_of
+from ._nnx import values_of, variables, write_back, written
+from ._plan import Plan
 from ._rewrite import Rewriter
 from ._rules import resolve, rules_for
-
-if TYPE_CHECKING:
-    from ._plan import Plan
 
 __all__ = ["autocast"]
 
@@ -63,6 +63,10 @@ def autocast(fn: Callable[P, R], policy: Policy | str | Any = "auto", *, plan: P
     ``precision=HIGHEST``, among them those that ``jnp.linalg.solve`` makes for its derivative. ``report`` lists all of
     them with the reason.
 
+    A kernel (Pallas) and a function with its own partitioning keep the formats they were written in, which is logged
+    once. What ``fn`` writes into Flax nnx modules among its arguments, such as running statistics, is written into
+    them, as ``nnx.jit`` does.
+
     Like ``jax.jit``, it assumes that what ``fn`` reads besides its arguments does not change between calls.
     """
     region = _Region(fn, policy, plan)
@@ -85,6 +89,11 @@ class _Region:
             raise PolicyError(
                 "Both policy and plan are given. A plan has its policy's rules in it: give the plan alone."
             )
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                f"plan: {plan!r} is no plan of a JAX function. Make one with castwise.jax.plan(fn, *args), or read one "
+                f"with castwise.jax.Plan.load(path)."
+            )
         self.policy = Policy.coerce(policy)
         self._calls: OrderedDict[Any, _Traceable] = OrderedDict()
         self._rewriter: Rewriter | None = None
@@ -99,9 +108,14 @@ class _Region:
         call = region_call(jaxpr)
         if call is not None and differentiated_while_traced(arrays):
             results = inlined(jaxpr, call, closed.consts, arrays)
+        elif call is not None and _hunting(arrays):
+            results = inlined(jaxpr, call, closed.consts, arrays, as_calls=False)
         else:
             results = jax.extend.core.jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*arrays)
-        return jax.tree.unflatten(out_tree, results)
+        result, changed = jax.tree.unflatten(out_tree, results)
+        if changed:
+            write_back((args, kwargs), changed)
+        return result
 
     def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Traceable]:
         """The arrays of a call, and the function of them that is traced."""
@@ -170,14 +184,22 @@ class _Traceable:
     def __init__(self, fn: Callable[..., Any], tree: Any, static: Sequence[Any]) -> None:
         def region(*arrays: Any) -> Any:
             given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if leaf is _ARRAY else leaf for leaf in static])
-            return fn(*args, **kwargs)
+            all_args = jax.tree.unflatten(tree, [next(given) if leaf is _ARRAY else leaf for leaf in static])
+            held = variables(all_args)
+            before = values_of(held)
+            result = fn(*all_args[0], **all_args[1])
+            return result, written(held, before, all_args)
 
         region.__name__ = region.__qualname__ = REGION
+        region.__signature__ = inspect.signature(region)  # type: ignore[attr-defined]
+        region.__wrapped__ = fn  # type: ignore[attr-defined]  # JAX's errors name the function that the user wrote
         self._traced = jax.make_jaxpr(jax.jit(region), return_shape=True)
 
     def traced(self, arrays: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-        """The jaxpr, one call of the function, and the structure of its result. What was traced before is not again."""
+        """The jaxpr, one call of the function; and the structure of its result and of what it wrote into modules.
+
+        What was traced before is not traced again.
+        """
         closed, shapes = self._traced(*arrays)
         return closed, jax.tree.structure(shapes)
 
@@ -186,6 +208,12 @@ def region_call(jaxpr: Jaxpr) -> JaxprEqn | None:
     """The one equation of a traced region: the call of its function."""
     eqns = jaxpr.eqns
     return eqns[0] if len(eqns) == 1 and eqns[0].params.get("name") == REGION else None
+
+
+def _hunting(arrays: Sequence[Any]) -> bool:
+    """Whether JAX is to stop at the operation that makes a NaN or an infinity: then they run one by one."""
+    config: Any = jax.config
+    return (config.jax_debug_nans or config.jax_debug_infs) and not any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def _is_array(leaf: Any) -> bool:

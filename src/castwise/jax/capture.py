@@ -25,7 +25,7 @@ from castwise.catalogue import OpClass, OpEntry, load_catalogue
 from castwise.graph import Graph, GraphBuilder, Kind
 
 from ._dtypes import BF16, FP16, FP32, FP64, DType, float_dtype, format_name
-from ._layers import layer_path
+from ._layers import layer_path, source_line
 from ._rules import contraction_length, demands
 
 __all__ = ["CALLS", "OUT", "Captured", "capture", "castable_for", "inside"]
@@ -40,6 +40,7 @@ CALLS = {
     "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
 }
 OUT = ".out"
 _NO_FORMAT = frozenset({OpClass.CREATE, OpClass.QUERY, OpClass.RANDOM, OpClass.QUANTIZE})
@@ -254,7 +255,7 @@ class _Walker:
             reads,
             writes,
             layer=layer,
-            source=_source(eqn),
+            source=source_line(eqn),
             flops=float(repeats * size * (2 * terms if terms else 1)),
             selects=split or (entry is not None and entry.selects),
             promotes=False,
@@ -266,7 +267,14 @@ class _Walker:
         if split:
             result = self.tensor(eqn.outvars[0].aval, Kind.ACTIVATION, repeats, requires_grad=True)
             self.build.op(
-                path + OUT, "identity", writes, [result], layer=layer, source=_source(eqn), selects=False, fused=False
+                path + OUT,
+                "identity",
+                writes,
+                [result],
+                layer=layer,
+                source=source_line(eqn),
+                selects=False,
+                fused=False,
             )
             writes = [result]
             self.times[path + OUT] = repeats
@@ -387,12 +395,3 @@ def _is_program(holder: Any) -> bool:
 def _flat(values: Any) -> Iterator[Any]:
     for value in values:
         yield from value if isinstance(value, tuple | list) else (value,)
-
-
-def _source(eqn: JaxprEqn) -> str:
-    """The line that the user wrote, such as ``model.py:41``."""
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if "/jax/" not in frame.file_name and "/castwise/" not in frame.file_name and frame.file_name[:1] != "<":
-            return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}"
-    return ""

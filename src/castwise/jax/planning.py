@@ -19,9 +19,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
@@ -39,6 +41,7 @@ from castwise.risk import Risks
 
 from ._dtypes import FP64, float_dtype
 from ._evaluate import count_trips
+from ._layers import layers_of
 from ._measure import measured_costs, versions
 from ._plan import Plan, structure_of
 from ._risk import measured_risks
@@ -116,7 +119,7 @@ def plan(
             backend, with times measured on it.
         budget: the relative root-mean-square error of the results that the plan may cause. Default: as much as the
             policy's own op-by-op rules would.
-        batches: more tuples of arguments, to price rounding on.
+        batches: more tuples of positional arguments, of the same shapes, to price rounding on.
         seconds: how long measuring may take; and, beside the plan itself, compiling others to try.
         kwargs: as ``args``.
 
@@ -141,6 +144,8 @@ def prepare(
     """Capture, measure and price: everything that ``plan`` does before it solves. Arguments as there."""
     region = _Region(fn, policy)
     arrays, traceable = region.prepared(args, kwargs)
+    if any(isinstance(value, jax.ShapeDtypeStruct) for value in arrays):
+        raise PlanError("A plan is made on real values, not on shapes: give arrays in place of jax.ShapeDtypeStruct.")
     outer, tree = traceable.traced(arrays)
     call = region_call(outer.jaxpr)
     traced = any(isinstance(value, jax.core.Tracer) for value in (*arrays, *outer.consts))
@@ -152,8 +157,10 @@ def prepare(
     closed: ClosedJaxpr = call.params["jaxpr"]
     wanted = get_device(device) if isinstance(device, str) else device
     resolved = region.policy.resolve(wanted) if wanted is not None else resolve(region.policy)
+    if resolved.layers:
+        resolved.match_layers(layers_of(closed.jaxpr))
     name = wanted.name if wanted is not None else _name_here()
-    whole = None if loss is None else lambda out: loss(jax.tree.unflatten(tree, out))
+    whole = None if loss is None else lambda out: loss(jax.tree.unflatten(tree, out)[0])
     low = _low_format(resolved, closed, region.policy)
     if low is None:
         captured = capture(closed, BF16.name)
@@ -170,9 +177,27 @@ def prepare(
         costs, rounded = measured.costs, measured.rounded
     else:
         costs, rounded = _predicted(captured, wanted), frozenset()
-    every = (arrays, *(region.prepared(batch, {})[0] for batch in batches))
+    every = (arrays, *_batches(region, arrays, batches, kwargs))
     risks = measured_risks(captured, every, trips)
     return Prepared(captured, costs, rounded, risks, resolved, every, whole)
+
+
+def _batches(
+    region: _Region, arrays: list[Any], batches: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]
+) -> Iterator[list[Any]]:
+    """The arrays of more batches of positional arguments, beside the same keyword arguments."""
+    wanted = [(np.shape(x), jnp.result_type(x)) for x in arrays]
+    for number, batch in enumerate(batches):
+        found = region.prepared(batch, kwargs)[0]
+        given = [(np.shape(x), jnp.result_type(x)) for x in found]
+        if given != wanted:
+            first = next((a, b) for a, b in zip_longest(wanted, given) if a != b)
+            shown = [f"{one[1]}{list(one[0])}" if one is not None else "nothing" for one in first]
+            raise PlanError(
+                f"batches[{number}]: has {shown[1]} where the example arguments have {shown[0]}. Give tuples of "
+                f"arguments of the same shapes and dtypes."
+            )
+        yield found
 
 
 def _low_format(resolved: Policy, closed: ClosedJaxpr, asked: Policy) -> str | None:

@@ -6,8 +6,9 @@
     @jax.jit
     def step(scale, params, opt_state, batch):
         (loss, grads), scale, finite = step_gradients(scale, params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params, finite=finite)   #
-        skip_bad_steps(optax.adam(...)) return scale, optax.apply_updates(params, updates), opt_state, loss
+        # optimizer = skip_bad_steps(optax.adam(...))
+        updates, opt_state = optimizer.update(grads, opt_state, params, finite=finite)
+        return scale, optax.apply_updates(params, updates), opt_state, loss
 
     for batch in batches:
         scale, params, opt_state, loss = step(scale, params, opt_state, batch)
@@ -45,8 +46,10 @@ class LossScale:
 
     Args:
         config: the knobs, as a ``ScalingConfig``, or a policy (or its name) that says whether and how the loss is
-        scaled. knobs: single knobs, by torch's names (``init_scale``, ``growth_factor``, ``backoff_factor``,
-            ``growth_interval``) and Castwise's (``min_scale``, ``max_scale``, ``hysteresis``, ``patience``, …).
+            scaled.
+        knobs: single knobs, by torch's names (``init_scale``, ``growth_factor``, ``backoff_factor``,
+            ``growth_interval``, ``enabled``) and Castwise's (``min_scale``, ``max_scale``, ``hysteresis``,
+            ``patience``, …).
 
     Raises:
         PolicyError: a knob is unknown or out of range.
@@ -192,6 +195,12 @@ def value_and_grad(
     """
 
     def wrapped(scale: LossScale, *args: Any, **kwargs: Any) -> tuple[tuple[Any, Any], LossScale, jax.Array]:
+        if not isinstance(scale, LossScale):
+            raise PolicyError(
+                f"The first argument is a {type(scale).__name__}, not a LossScale. Call it with the scale of this "
+                f"step, then the function's own arguments: (scale, *args)."
+            )
+
         def scaled(*inner: Any, **named: Any) -> tuple[Any, Any]:
             result = fn(*inner, **named)
             return scale.scale(result[0] if has_aux else result), result
