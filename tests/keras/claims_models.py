@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from keras_models import BACKEND, array, dense, examples, jax, layers, ops, tf
+from keras_models import BACKEND, RNG, array, dense, examples, jax, layers, ops, tf
 
 import castwise.keras as ck
 from castwise import LayerRule, Policy, PolicyError, ScalingConfig
@@ -33,6 +33,36 @@ def test_weights_and_results_are_float32_whatever_the_model_was_made_with():
     start = model.get_weights()[0].copy()
     model.fit(x, y, verbose=0)
     assert (model.get_weights()[0] != start).any()
+
+
+class Remembering(layers.Layer):
+    """Keeps a variable where Keras does not look for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.kept = {"seen": (keras.Variable(np.zeros((), "float32"), trainable=False, name="seen"),)}
+
+    def call(self, x):
+        self.kept["seen"][0].assign(self.kept["seen"][0] + ops.sum(x))
+        return self.dense(x)
+
+
+def test_what_a_layer_remembers_from_call_to_call_is_kept_also_where_keras_does_not_list_it():
+    x = RNG.standard_normal((4, 3, 5)).astype("float32")
+    inputs = keras.Input(batch_shape=(4, 3, 5))
+    lstm = layers.LSTM(6, stateful=True)
+    model = keras.Model(inputs, Remembering()(lstm(inputs)))
+    first, second = array(model(x)), array(model(x))
+    total = array(model.layers[-1].kept["seen"][0])
+    lstm.reset_state()
+    ck.apply(model, "bfloat16")
+    ours = [array(model(x)), array(model(x))]
+    assert np.abs(first - ours[0]).max() < 0.03 > np.abs(second - ours[1]).max()
+    assert np.abs(first - second).max() > 0.01
+    assert abs(array(model.layers[-1].kept["seen"][0]) - 2 * total) < 0.05 * (1 + abs(total))
+    lstm.reset_state()
+    assert (array(model(x)) == ours[0]).all()
 
 
 class Subclassed(keras.Model):

@@ -7,7 +7,7 @@ scope; outside, what came back is put where a call would have put it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,7 +30,9 @@ class Call:
     def __init__(self, root: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.root = root
         self.layers = tuple(root.paths.values())
-        self.variables = list(root.model.variables)
+        listed = list(root.model.variables)
+        unlisted = unlisted_variables(self.layers, listed)
+        self.variables = listed + unlisted
         args, kwargs = keras.tree.map_structure(_as_tensor, (args, kwargs))
         leaves, self._tree = keras.tree.flatten((args, kwargs)), (args, kwargs)
         tensors = [leaf for leaf in leaves if keras.ops.is_tensor(leaf)]
@@ -42,7 +44,7 @@ class Call:
         masked = tuple(mask is not None for mask in masks)
         trainable = tuple(layer.trainable for layer in self.layers)
         structure = str(keras.tree.map_structure(lambda _: 0, self._tree))
-        self.key: Any = (original, structure, static, masked, trainable)
+        self.key: Any = (original, structure, static, masked, trainable, tuple(map(id, unlisted)))
         try:
             hash(self.key)
         except TypeError:  # an argument without a hash: traced anew at each call
@@ -137,6 +139,28 @@ class _Tensor:
 
 
 _TENSOR = _Tensor()
+
+
+def unlisted_variables(layers: Iterable[Any], listed: Iterable[Any]) -> list[Any]:
+    """Variables that layers hold and Keras does not list, such as the states of a stateful recurrent layer."""
+    seen = {id(variable) for variable in listed}
+    found = []
+    for layer in layers:
+        for value in vars(layer).values():
+            for variable in _variables_in(value):
+                if id(variable) not in seen:
+                    seen.add(id(variable))
+                    found.append(variable)
+    return found
+
+
+def _variables_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    """Variables in an attribute of a layer. Attributes may hold anything, so it is not followed far."""
+    if isinstance(value, keras.Variable):
+        yield value
+    elif depth and isinstance(value, (tuple, list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _variables_in(inner, depth - 1)
 
 
 def _as_tensor(leaf: Any) -> Any:
