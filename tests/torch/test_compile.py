@@ -1,13 +1,15 @@
-"""Regions in compiled code: recurrent and attention modules traced whole, and export."""
+"""Regions in compiled code: recurrent and attention modules traced whole, export, and how often a step is compiled."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from castwise.torch import autocast
+from castwise.torch import Amp, autocast
 
 BF16 = torch.bfloat16
 # The compiler's own, while it looks at parameters.
@@ -63,3 +65,39 @@ def test_export_in_a_region_writes_the_casts_into_the_program() -> None:
     assert result.dtype is BF16
     with autocast("cpu", dtype=BF16):
         assert torch.equal(result, model(x))
+
+
+@pytest.mark.parametrize("given", ["model", "compiled model"])
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_a_model_is_compiled_once_whichever_of_the_two_an_amp_was_given(given: str, policy: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    chosen: Any = model if given == "model" else compiled
+    amp = Amp(chosen, torch.optim.SGD(model.parameters(), lr=0.01), policy)
+    for _ in range(4):
+        with amp:
+            loss = compiled(torch.randn(6, 8)).float().square().mean()
+        amp.step(loss)
+    assert len(compilations) == 1
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+def test_layers_replaced_between_steps_are_listened_to_and_the_old_ones_let_go() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    amp = Amp(model, torch.optim.SGD(model.parameters(), lr=0.01), "float16")
+    replaced = weakref.ref(model[1])
+    for _ in range(2):
+        with amp:
+            loss = model[1](model[0](torch.full((2, 8), 1e30))).float().square().mean()
+        amp.step(loss)
+        model[1] = torch.nn.Linear(8, 8)
+    with amp:
+        model[0](torch.randn(2, 8))
+    gc.collect()
+    assert replaced() is None

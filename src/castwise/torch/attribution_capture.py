@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._hooks import after_forward, before_forward
+from ._hooks import Pair
 from .attribution_trees import mapped, tensors_in
 
 _CALLS_KEPT = 32  # of the model in one step: micro-batches, or parts called one by one
@@ -87,9 +87,12 @@ class Recorder:
         self.on_call: Callable[[Call], Any] | None = None
         self._local = threading.local()
         self._listening = 0
-        self._whole = False  # the program calls the model, not parts of it
+        # The program calls the model, not parts of it. A model that `torch.compile` gave is called from outside of its
+        # code; hooks on the module in it would be part of that code.
+        self._whole = _is_compiled(model)
         self._kept = 0
-        self._handles: list[Any] = []
+        self._hooked: list[Pair] = []
+        self._pairs: dict[tuple[str, int], Pair] = {}
         self._compiled: Any = None
 
     # ---- listening ----
@@ -100,10 +103,16 @@ class Recorder:
         if self._listening > 1:
             return
         self._kept = 0
+        before, self._pairs = self._pairs, dict(self._pairs) if self._whole else {}
         for path, module in [("", self.model)] if self._whole else _entrances(self.model):
-            hook = _Hook(self, path)
-            self._handles.append(before_forward(module, hook.before, with_kwargs=True))
-            self._handles.append(after_forward(module, hook.after, always_call=True))
+            pair = before.get((path, id(module)))
+            if pair is None:
+                hook = _Hook(self, path)
+                pair = Pair(module, hook.before, hook.after)
+            else:
+                pair.on()
+            self._pairs[path, id(module)] = pair  # which keeps the module, so that its id stays its own
+            self._hooked.append(pair)
         compiled = getattr(self.model, "_compiled_call_impl", None)
         if compiled is not None:  # `model.compile()`: hooks would be traced into the graph
             self._compiled = compiled
@@ -114,9 +123,9 @@ class Recorder:
         self._listening -= 1
         if self._listening:
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for pair in self._hooked:
+            pair.off()
+        self._hooked.clear()
         if self._kept:
             self._whole = self.calls[-1].module is self.model if self.calls else self._whole
         elif torch.is_grad_enabled():
@@ -261,6 +270,12 @@ def _entrances(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if module is model or container:
             waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
     return list(found.values())
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` made a module, which runs its code where it is called. Nothing is loaded to find out."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(model, frames.OptimizedModule)
 
 
 _transformed = torch._C._functorch.peek_interpreter_stack
