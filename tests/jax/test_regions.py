@@ -103,3 +103,26 @@ def test_scopes_of_layers_survive_in_a_differentiated_region():
     stacks = [str(eqn.source_info.name_stack) for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert any("encoder" in stack for stack in stacks) and any("decoder" in stack for stack in stacks)
     assert not any("encoder" in stack and "decoder" in stack for stack in stacks)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        lambda f: jax.grad(lambda w, x: f(w, x).sum()),
+        lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, jnp.stack([x, x])),
+    ],
+    ids=["plain", "grad", "vmap"],
+)
+def test_a_region_outside_of_jit_compiles_once(transform):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    )
+    run = transform(autocast(lambda w, x: jnp.tanh(jax.nn.softmax(x @ w) @ w), "bfloat16"))
+    for _ in range(2):  # the second time, what is around the region is compiled for its results
+        run(W, X)
+    before = len(compiled)
+    assert before
+    run(W, X)
+    assert len(compiled) == before

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from castwise.policy import Rule
 
@@ -79,6 +79,7 @@ class Rewriter:
         self.handlers = HANDLERS
         self._kept: weakref.WeakKeyDictionary[Jaxpr, dict[Any, Rewritten]] = weakref.WeakKeyDictionary()
         self._whole: weakref.WeakKeyDictionary[Jaxpr, Jaxpr] = weakref.WeakKeyDictionary()
+        self._closed: weakref.WeakKeyDictionary[Jaxpr, ClosedJaxpr] = weakref.WeakKeyDictionary()
 
     def choice(self, primitive: str, layer: str, path: str) -> Choice:
         """How the equation at ``path`` is computed."""
@@ -127,6 +128,13 @@ class Rewriter:
             found = coerced(done, [self.castable_dtype(var.aval) for var in jaxpr.outvars], jaxpr.outvars)
             self._whole[jaxpr] = found
         return found
+
+    def closed(self, written: ClosedJaxpr) -> ClosedJaxpr:
+        """As ``whole``, with the constants: one object for one that was given, by which JAX finds what it compiled."""
+        made = self._closed.get(written.jaxpr)
+        if made is None or any(a is not b for a, b in zip(made.consts, written.consts, strict=True)):
+            made = self._closed[written.jaxpr] = ClosedJaxpr(self.whole(written.jaxpr), written.consts)
+        return made
 
 
 class Body:

@@ -154,8 +154,7 @@ class _Region:
             return self.rewriter.whole(outer)
         inner = call.params["jaxpr"]
         self._check(inner.jaxpr)
-        new = ClosedJaxpr(self.rewriter.whole(inner.jaxpr), inner.consts)
-        eqns = [call.replace(params={**call.params, "jaxpr": new})]
+        eqns = [call.replace(params={**call.params, "jaxpr": self.rewriter.closed(inner)})]
         return Jaxpr(outer.constvars, outer.invars, outer.outvars, eqns, outer.effects, outer.debug_info, outer.is_high)
 
     def _check(self, jaxpr: Jaxpr) -> None:
