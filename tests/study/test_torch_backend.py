@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from castwise._load import load_object
 from castwise.errors import StudyError
 from castwise.policy import Policy
+from castwise.study import study
 from castwise.study._torch_random import Feed, capture, seed_all, seeded
 from castwise.study.arms import Arm
 from castwise.study.protocol import TaskSpec, describe, load_task
@@ -201,7 +202,9 @@ def test_a_scale_at_its_floor_ends_the_run_as_a_result(spec: TaskSpec) -> None:
     ("methods", "said"),
     [
         ({"model": lambda self, seed: "net"}, r"model\(0\) gives a str"),
+        ({"model": lambda self, seed: (torch.nn.Linear(2, 2),) * 2}, r"gives a tuple.*several in one nn.ModuleDict"),
         ({"optimizer": lambda self, model: "adam"}, "gives a str. Return a torch.optim.Optimizer"),
+        ({"optimizer": lambda self, model: torch.optim.LBFGS(model.parameters())}, "LBFGS.*needs no closure"),
         ({"optimizer": lambda self, model: torch.optim.SGD([torch.zeros(3)])}, "no parameter of the model"),
         ({"scheduler": lambda self, optimizer, steps: 3}, "scheduler gives 3"),
         ({"loss": lambda self, model, batch: 1.0}, "loss gives a float"),
@@ -209,6 +212,7 @@ def test_a_scale_at_its_floor_ends_the_run_as_a_result(spec: TaskSpec) -> None:
         ({"loss": lambda self, model, batch: model(batch[0]).sum() + 0j}, "complex64. Return a tensor with one real"),
         ({"loss": lambda self, model, batch: torch.tensor(1.0)}, "depends on no parameter that is trained"),
         ({"evaluate": lambda self, model: "good"}, "evaluate gives 'good'"),
+        ({"evaluate": lambda self, model: torch.zeros(300, 2)}, r"evaluate gives a Tensor of shape \(300, 2\)"),
         ({"batches": lambda self, seed: []}, "gives no batch"),
         ({"batches": lambda self, seed: 5}, "batches failed with TypeError: 'int' object is not iterable"),
     ],
@@ -348,3 +352,27 @@ def test_a_container_is_not_blamed_for_what_its_parts_do() -> None:
     with backend.session():
         found = backend.blame(Arm("low", Policy.preset("float16")), 0, None)
     assert [blame.path for blame in found if blame.overflow > 0] == ["0.0"]
+
+
+def test_a_task_that_fails_in_one_precision_says_in_which(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(
+        """
+import torch
+
+class Choosy:
+    def model(self, seed): return torch.nn.Linear(2, 1)
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), 0.1)
+    def batches(self, seed): return [torch.ones(4, 2)]
+    def loss(self, model, batch):
+        y = model(batch)
+        if y.dtype is torch.float16:
+            raise RuntimeError("not for Half")
+        return y.float().square().mean()
+    def evaluate(self, model): return self.loss(model, torch.ones(4, 2))
+""",
+        encoding="utf-8",
+    )
+    with pytest.raises(
+        StudyError, match=r"RuntimeError: not for Half \(task.py, line 11\).* This was in fp16, with seed 0"
+    ):
+        study(f"{tmp_path / 'task.py'}:Choosy", precisions=["fp16"], steps=2, seeds=1, out=tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,9 @@ def number(value: Any, task: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise StudyError(f"Task {task!r}: evaluate gives {value!r}. Return one number.") from error
+        shape = getattr(value, "shape", None)
+        given = reprlib.repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
+        raise StudyError(f"Task {task!r}: evaluate gives {given}. Return one number.") from error
 
 
 def mean_loss(batches: Iterable[Any] | None, size_of: Callable[[Any], int], loss_of: Callable[[Any], float]) -> float:

@@ -179,6 +179,14 @@ class _Study:
         return None
 
     def _train(self, arm: Arm, seed: int, fingerprint: str) -> RunRecord:
+        try:
+            return self._trained(arm, seed, fingerprint)
+        except StudyError as error:
+            if not isinstance(error.__cause__, Exception):  # what is wrong is so in each precision
+                raise
+            raise StudyError(f"{error} This was in {arm.name}, with seed {seed}.") from error.__cause__
+
+    def _trained(self, arm: Arm, seed: int, fingerprint: str) -> RunRecord:
         run = self.backend.start(arm, seed, self.settings.steps)
         kept = self.store.running(arm.name, seed)
         if kept is None:

@@ -100,7 +100,8 @@ class TorchRun:
         model = self._spec.model(seed)
         if not isinstance(model, nn.Module):
             raise StudyError(
-                f"Task {spec.spelled!r}: model({seed}) gives a {type(model).__name__}. Return a torch.nn.Module."
+                f"Task {spec.spelled!r}: model({seed}) gives a {type(model).__name__}. Return a torch.nn.Module, "
+                f"several in one nn.ModuleDict."
             )
         self.model = model.to(device)
         self._rank, self._ranks = 0, 1
@@ -268,7 +269,13 @@ class TorchRun:
 def _checked_optimizer(found: Any, model: nn.Module, task: str) -> torch.optim.Optimizer:
     if not isinstance(found, torch.optim.Optimizer):
         raise StudyError(
-            f"Task {task!r}: optimizer(model) gives a {type(found).__name__}. Return a torch.optim.Optimizer."
+            f"Task {task!r}: optimizer(model) gives a {type(found).__name__}. Return a torch.optim.Optimizer, one for "
+            f"all of the model: its parameter groups may have options of their own."
+        )
+    if isinstance(found, torch.optim.LBFGS):
+        raise StudyError(
+            f"Task {task!r}: optimizer(model) gives LBFGS, whose step calls the loss several times. A study counts and "
+            f"skips steps: return an optimizer that needs no closure, such as torch.optim.AdamW."
         )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in found.param_groups for parameter in group["params"]):
