@@ -19,6 +19,7 @@ from torch.nn.functional import hardshrink, pad, threshold
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
 from castwise.errors import CastwiseError
+from castwise.policy import Policy
 from castwise.torch import autocast, is_autocast_enabled, register_op
 
 LOWEST = torch.finfo(torch.float16).min
@@ -199,3 +200,26 @@ def test_an_op_that_writes_another_argument_is_left_alone_and_takes_no_rule() ->
 def test_a_rule_that_is_no_name_is_refused(rule: Any) -> None:
     with pytest.raises(CastwiseError, match="is no name"):
         register_op(torch.matmul, rule)
+
+
+# ---- probabilities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounded_probabilities_are_told_once_with_a_rule_that_mends_them(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("castwise.torch._told.TOLD", told := {"binary_cross_entropy"})
+    monkeypatch.setattr("castwise.torch._calls.TOLD", told)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    x, labels = torch.ones(2, 4), torch.zeros(2, 1)
+    with autocast("cpu", dtype):
+        assert float(torch.nn.functional.binary_cross_entropy(model(x), labels).detach()) == 100.0  # torch's bound
+        torch.nn.BCELoss()(model(x), labels)
+    (said,) = [r.getMessage() for r in caplog.records if "binary_cross_entropy" in r.getMessage()]
+    assert "BCEWithLogitsLoss" in said and "sigmoid = 'high'" in said
+    with autocast("cpu", policy=Policy(format=dtype, ops={"sigmoid": "high"})):
+        mended = torch.nn.BCELoss()(model(x), labels)
+    torch.testing.assert_close(mended, torch.nn.BCELoss()(model(x), labels), rtol=2e-2, atol=0.0)

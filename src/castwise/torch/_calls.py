@@ -37,6 +37,7 @@ from ._arguments import (
     with_mask_in,
 )
 from ._casts import CastCache, to_saturated
+from ._told import TOLD, tell
 from ._traced import traced_by_dynamo
 from .emulation import Arithmetic
 
@@ -197,6 +198,8 @@ class Casting:
             elif kind not in PLAIN and not is_shape(x, kind):
                 return self.run(call, function, args, kwargs)
         if narrow:
+            if call.name in TOLD:
+                tell(call.name, args)
             args = tuple([widened(x) for x in args])
             if kwargs:
                 kwargs = {name: widened(x) for name, x in kwargs.items()}
