@@ -30,6 +30,7 @@ from castwise._frozen import FrozenMap
 from castwise.errors import CatalogueError, nearest
 
 __all__ = [
+    "AS_WRITTEN",
     "DEVICE_KINDS",
     "EIGHT_BITS",
     "FRAMEWORKS",
@@ -93,6 +94,18 @@ PRODUCTS = frozenset({OpClass.MATMUL, OpClass.CONV, OpClass.ATTENTION, OpClass.R
 # Products with other steps inside the same kernel: not bare enough for 8 bits.
 _FUSED_PRODUCTS = frozenset({OpClass.ATTENTION, OpClass.RNN})
 _ALWAYS_HIGH = frozenset({OpClass.LINALG, OpClass.FFT})
+# Classes whose dtypes are a part of what was written: what the code asked for by dtype, and what moves no numbers.
+AS_WRITTEN = frozenset(
+    {
+        OpClass.CAST,
+        OpClass.QUANTIZE,
+        OpClass.QUERY,
+        OpClass.CREATE,
+        OpClass.RANDOM,
+        OpClass.CONTROL,
+        OpClass.COMMUNICATION,
+    }
+)
 # Classes whose formats are not a policy's to choose: their values come out as they went in, are no floating values, or
 # have the format that the caller asked for.
 NO_ARITHMETIC = frozenset(

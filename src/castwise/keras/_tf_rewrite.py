@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import kernels, tensor_util
 
-from castwise.catalogue import NO_ARITHMETIC, OpClass, OpEntry, load_catalogue
+from castwise.catalogue import AS_WRITTEN, NO_ARITHMETIC, OpClass, OpEntry, load_catalogue
 from castwise.errors import PolicyError
 from castwise.formats import NumberFormat, parse_format
 from castwise.policy import Decision, Policy, Rule, decide
@@ -29,19 +29,7 @@ from .record import OpRecord
 __all__ = ["Rewriter"]
 
 _BY_NAME = {"fp16": tf.float16, "bf16": tf.bfloat16, "fp32": tf.float32, "fp64": tf.float64}
-# What the code asked for by dtype, and what moves no numbers: as written.
-_AS_WRITTEN = frozenset(
-    {
-        OpClass.CAST,
-        OpClass.QUANTIZE,
-        OpClass.QUERY,
-        OpClass.CREATE,
-        OpClass.RANDOM,
-        OpClass.CONTROL,
-        OpClass.COMPARE,
-        OpClass.COMMUNICATION,
-    }
-)
+_UNCHANGED = AS_WRITTEN | {OpClass.COMPARE}
 
 
 class Rewriter:
@@ -81,7 +69,7 @@ class Rewriter:
         layer = self.layer()
         entry, decision = _decided(self.policy, op_type, layer if self.policy.layers else "")
         inputs = list(inputs)
-        if entry is not None and entry.op_class not in _AS_WRITTEN:
+        if entry is not None and entry.op_class not in _UNCHANGED:
             made = self._narrow(op_type, entry, decision, inputs, places, rest, named)
             if made is not None:
                 op, dtype = made

@@ -17,6 +17,7 @@ from tensorflow.python.framework import ops
 
 from castwise.errors import PlanError
 
+from ._datasets import DATASET_LOOPS, dataset_loop
 from ._in_place import add_slice, sums_of
 from ._internals import (
     BRANCHES,
@@ -314,6 +315,7 @@ HANDLERS: dict[str, Callable[[Body, Any], None]] = {
     **dict.fromkeys(CALLS, _call),
     **dict.fromkeys(LOOPS, _loop),
     **dict.fromkeys(BRANCHES, _branches),
+    **dict.fromkeys(DATASET_LOOPS, dataset_loop),
     "AddN": _add_n,
     "IdentityN": _identity_n,
     "StridedSliceGrad": _slice_gradient,

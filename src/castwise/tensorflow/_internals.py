@@ -24,6 +24,7 @@ __all__ = [
     "LOOPS",
     "add_node",
     "branch_graphs",
+    "called",
     "called_graph",
     "cond_op",
     "control_inputs",
@@ -88,7 +89,12 @@ def control_inputs(op: Any) -> Sequence[Any]:
 
 def called_graph(op: Any) -> Any:
     """The graph of the function that a call node calls."""
-    return _function(op.graph, op.get_attr("f").name, op).graph
+    return called(op).graph
+
+
+def called(op: Any) -> Any:
+    """The function that a call node calls."""
+    return _function(op.graph, op.get_attr("f").name, op)
 
 
 def _function(graph: Any, name: str, op: Any) -> Any:
@@ -106,8 +112,8 @@ def _function(graph: Any, name: str, op: Any) -> Any:
 
 def is_compiled_by_xla(op: Any) -> bool:
     """Whether a call's function is one that XLA must compile."""
-    called = _function(op.graph, op.get_attr("f").name, op).cached_definition
-    return any("_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b for attrs in (op.node_def.attr, called.attr))
+    both = (op.node_def.attr, called(op).cached_definition.attr)
+    return any("_XlaMustCompile" in attrs and attrs["_XlaMustCompile"].b for attrs in both)
 
 
 def is_traced_for_xla() -> bool:

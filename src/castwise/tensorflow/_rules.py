@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from castwise.catalogue import Mixed, OpClass, OpEntry, load_catalogue
+from castwise.catalogue import AS_WRITTEN, Mixed, OpEntry, load_catalogue
 from castwise.hardware import Device, detected
 from castwise.policy import Policy, Rule, decide
 
@@ -22,19 +22,6 @@ from ._types import dtype_of, has_kernel, typing_of
 __all__ = ["Choice", "choice_for", "device_here", "lowered_attrs", "resolve", "written"]
 
 log = logging.getLogger("castwise.tensorflow")
-
-# What the code asked for by dtype, and what moves no numbers.
-_AS_WRITTEN = frozenset(
-    {
-        OpClass.CAST,
-        OpClass.QUANTIZE,
-        OpClass.QUERY,
-        OpClass.CREATE,
-        OpClass.RANDOM,
-        OpClass.CONTROL,
-        OpClass.COMMUNICATION,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +53,7 @@ def choice_for(policy: Policy, op_type: str, layer: str) -> Choice:
             return Choice(op_type, None, reason="not in the catalogue: computed as written")
         name, stores = op_type, False
     else:
-        if entry.op_class in _AS_WRITTEN:
+        if entry.op_class in AS_WRITTEN:
             return Choice(entry.name, None, reason=f"class {entry.op_class.value}: its dtypes are as written")
         decision = decide(policy, entry, layer=layer, name=op_type)
         name, stores = entry.name, entry.stores_constant

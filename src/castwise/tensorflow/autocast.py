@@ -28,7 +28,7 @@ from .capture import capture
 if TYPE_CHECKING:
     from ._plan import Plan
 
-__all__ = ["autocast", "check_function", "is_compiled", "is_polymorphic", "results_of", "traced"]
+__all__ = ["autocast", "check_function", "is_compiled", "is_polymorphic", "results_of", "traced", "with_signature"]
 
 log = logging.getLogger("castwise.tensorflow")
 
@@ -67,6 +67,7 @@ def autocast(
     if plan is not None and policy != "auto":
         raise PolicyError("Both policy and plan are given. A plan has its policy's rules in it: give the plan alone.")
     check_function(fn)
+    fn = with_signature(fn)
     asked = Policy.coerce(policy)
     if example_inputs is not None and (tf.is_tensor(example_inputs) or not isinstance(example_inputs, Sequence)):
         raise PolicyError(
@@ -101,7 +102,7 @@ class _ByPolicy:
     def __call__(self, concrete: Any) -> Rewriter:
         captured = capture(concrete.graph, results_of(concrete))
         if self.policy.layers:
-            self.policy.match_layers(captured.graph.layers)
+            self.policy.match_layers(captured.layers)
         layered = bool(self.policy.layers)
 
         def choose(op: Any, path: str, layer: str) -> Choice:
@@ -126,6 +127,26 @@ def check_function(fn: Any) -> None:
             f"{type(fn).__name__} is no function. Give a tf.function, a ConcreteFunction, or one of the signatures of "
             "a SavedModel: tf.saved_model.load(folder).signatures['serving_default']."
         )
+
+
+def with_signature(fn: Any) -> Any:
+    """``fn``; where it is a function of TensorFlow 1's kind (frozen, pruned), one with a signature that calls it."""
+    if is_polymorphic(fn) or getattr(fn, "structured_input_signature", True) is not None:
+        return fn
+    given = fn.inputs[: len(fn.inputs) - len(fn.captured_inputs)]
+    names = list(getattr(fn, "_arg_keywords", None) or ())
+    if len(names) != len(given) or not all(name.isidentifier() for name in names):
+        names = [f"input_{at}" for at in range(len(given))]
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    )
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype, name) for tensor, name in zip(given, names, strict=True)]
+    with outside():
+        return tf.function(call, autograph=False).get_concrete_function(*specs)
 
 
 def is_polymorphic(fn: Any) -> bool:

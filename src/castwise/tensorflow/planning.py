@@ -39,7 +39,7 @@ from ._replay import Rewriter
 from ._risk import LEAST_UPDATE, measured_risks
 from ._rules import Choice, device_here, resolve
 from ._types import dtype_of
-from .autocast import autocast, check_function, is_compiled, is_polymorphic, results_of, traced
+from .autocast import autocast, check_function, is_compiled, is_polymorphic, results_of, traced, with_signature
 from .capture import Captured, capture
 
 __all__ = ["plan"]
@@ -91,6 +91,7 @@ def plan(
         PolicyError: the policy asks for what TensorFlow cannot compute in.
     """
     check_function(fn)
+    fn = with_signature(fn)
     asked = Policy.coerce(policy)
     wanted = get_device(device) if isinstance(device, str) else device
     resolved = asked.resolve(wanted) if wanted is not None else resolve(asked)
