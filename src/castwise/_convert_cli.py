@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from castwise.errors import MissingExtraError
+from castwise.errors import CastwiseError, MissingExtraError
+from castwise.policy import LayerRule, Policy
 
-__all__ = ["add_arguments", "add_verify_arguments", "main", "main_verify"]
+__all__ = ["TO", "add_arguments", "add_verify_arguments", "asked_policy", "check_report", "main", "main_verify"]
 
+TO = "float16, bfloat16 or auto (default: what the policy file says, else float16)"
+"""Help of ``--to``."""
 _ONNX, _TENSORFLOW = "castwise.onnx.cli", "castwise.tensorflow.cli"
 
 
@@ -21,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     except MissingExtraError:
         parser.add_argument("input", type=Path, help="a TensorFlow SavedModel; ONNX models need castwise[onnx]")
         parser.add_argument("output", type=Path, help="where to write the converted model")
-        parser.add_argument("--to", default="float16", help="float16, bfloat16 or auto (default: float16)")
+        parser.add_argument("--to", metavar="FORMAT", help=TO)
         _add_shared(parser)
         parser.add_argument("--keep", action="append", default=[], metavar="GLOB", help="keep layers in fp32")
         parser.add_argument("--policy", type=Path, help="a policy file with more rules")
@@ -43,6 +47,18 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="largest error of an output: max |difference| / max(1, max |fp32 value|)"
     )
+
+
+def asked_policy(args: argparse.Namespace) -> Policy:
+    """The policy of ``--policy``, with what ``--keep`` adds."""
+    policy = Policy() if args.policy is None else Policy.load(args.policy)
+    return replace(policy, layers=(*policy.layers, *(LayerRule(glob, format="float32") for glob in args.keep)))
+
+
+def check_report(path: Path | None, *suffixes: str) -> None:
+    """Raise before any work where a report cannot be written as what its name says."""
+    if path is not None and path.suffix not in suffixes:
+        raise CastwiseError(f"--report: {path} is not written. Give a name that ends in {' or '.join(suffixes)}.")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -223,6 +223,18 @@ class Policy:
             resolved = _policy_text.with_override(resolved, {"format": (best or FP32).long_name})
             log.info("format 'auto' is %s on %s", resolved.format, device.name if device else "an unknown device")
         return _policy_text.with_override(resolved, {}) if resolved.devices else resolved
+
+    def format_on(self, device: Device | None) -> str:
+        """The format that is asked for on ``device``, as it was spelt; may be ``"auto"``."""
+        asked = self.format
+        for key in self._device_keys(device) if device is not None else []:
+            asked = str(self.devices[key].get("format", asked))
+        return asked
+
+    def in_format(self, format: str) -> Policy:
+        """This policy in another format, on every device: formats that ``devices`` names give way, rules stay."""
+        said = {name: {k: v for k, v in more.items() if k != "format"} for name, more in self.devices.items()}
+        return replace(self, format=format, devices={name: more for name, more in said.items() if more})
 
     @property
     def low_format(self) -> NumberFormat:

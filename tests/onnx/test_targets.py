@@ -197,3 +197,47 @@ def test_the_command_line_keeps_what_it_is_told_to_and_writes_nothing_where_it_r
     target.unlink()
     assert castwise.cli.main(["convert", str(source), str(target)]) == 1
     assert not target.exists() and "in.onnx" in capsys.readouterr().err
+
+
+def test_a_policy_file_with_devices_serves_every_target_and_an_asked_format_comes_first(tmp_path, capsys):
+    source, policy = _saved(tmp_path), tmp_path / "policy.toml"
+    policy.write_text('format = "float16"\n[ops]\nsoftmax = "high"\n[devices.cpu]\nformat = "bfloat16"\n')
+    for number, (options, name) in enumerate(
+        [
+            ([], "fp16"),
+            (["--target", "onnxruntime-cpu"], "bf16"),
+            (["--target", "tensorrt"], "fp16"),
+            (["--to", "float16", "--target", "onnxruntime-cpu"], "fp16"),
+            (["--to", "bfloat16"], "bf16"),
+        ]
+    ):
+        out = str(tmp_path / f"{number}.onnx")
+        assert castwise.cli.main(["convert", str(source), out, "--policy", str(policy), *options]) == 0
+        assert f"1 of 1 products and convolutions in {name}" in capsys.readouterr().out
+
+
+def test_a_report_whose_name_says_no_kind_is_refused_before_anything_is_written(tmp_path, capsys):
+    source = _saved(tmp_path)
+    out, report = tmp_path / "out.onnx", tmp_path / "report.txt"
+    assert castwise.cli.main(["convert", str(source), str(out), "--report", str(report)]) == 1
+    assert "report.txt" in capsys.readouterr().err and not out.exists() and not report.exists()
+
+
+def test_where_there_was_nothing_to_compare_it_is_said(tmp_path):
+    source = _saved(tmp_path)
+    width = onnx.load(source).graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    for feed in ({"x": np.full((2, width), np.nan, np.float32)}, {"x": np.zeros((0, width), np.float32)}):
+        done = convert(source, calibration=feed)
+        assert any("nothing was compared" in note for note in done.report.notes)
+        assert any("nothing was compared" in one for one in verify(done.model, source, calibration=feed).differences)
+
+
+def _saved(folder):
+    weight = onnx.numpy_helper.from_array(np.eye(16, 4, dtype=np.float32), "w")
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 16] x) => (float[N, 4] y) '
+        "{ h = MatMul(x, w)  y = Softmax(h) }"
+    )
+    model.graph.initializer.append(weight)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"

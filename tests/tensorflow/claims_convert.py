@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from castwise import Policy
 from castwise.cli import main
 from castwise.errors import CastwiseError
 from castwise.tensorflow import ConversionError, convert
@@ -133,6 +134,15 @@ def test_a_tolerance_that_takes_some_operations_wide_is_kept_and_one_too_small_i
     assert tight.signatures[0].error <= loose.signatures[0].error / 3
 
 
+def test_the_format_is_that_of_the_policy_and_what_is_low_already_counts_as_low(saved, tmp_path):
+    policy = Policy(format="float16", devices={"cpu": {"format": "bfloat16"}})
+    once = convert(saved / "loop", tmp_path / "once", policy=policy)
+    assert once.format == "bfloat16"
+    assert convert(saved / "loop", tmp_path / "asked", format="float16", policy=policy).format == "float16"
+    again = convert(tmp_path / "once", tmp_path / "again", policy=policy)
+    assert again.signatures[0].products_low == once.signatures[0].products_low > 0
+
+
 def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path, capsys):
     with pytest.raises(ConversionError, match=r"no saved_model\.pb"):
         convert(tmp_path, tmp_path / "out")
@@ -144,6 +154,10 @@ def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path, capsys):
         convert(saved / "loop", tmp_path / "out", tolerance=-1.0)
     with pytest.raises(CastwiseError):
         convert(saved / "loop", tmp_path / "out", format="float8_e4m3fn")
+    for options in (["--report", str(tmp_path / "report.html")], ["--target", "tensorrt"]):
+        assert main(["convert", str(saved / "loop"), str(tmp_path / "out"), *options]) == 1
+        assert options[0] in capsys.readouterr().err
+    assert main(["verify", str(saved / "loop"), "--against", str(saved / "loop"), "--target", "tensorrt"]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == []
     (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import replace
 
 import onnx
 
@@ -25,7 +24,7 @@ log = logging.getLogger("castwise.onnx")
 def convert(
     model: onnx.ModelProto | str | os.PathLike[str] | bytes,
     *,
-    format: str = "float16",
+    format: str | None = None,
     calibration: object = None,
     tolerance: float | None = None,
     keep_io: bool = True,
@@ -37,7 +36,8 @@ def convert(
     Args:
         model: a path, bytes, or a ``ModelProto``, which is not changed. External data needs a path.
         format: ``"float16"`` or ``"bfloat16"``: as few wide nodes as tolerance and policy allow, then as few casts.
-            ``"auto"``: the format and plan that cost the least time on ``target``.
+            ``"auto"``: the format and plan that cost the least time on ``target``. By default what the policy says for
+            the target, and float16 where it says nothing.
         calibration: feeds (input name -> array): one, several, an ``.npz`` file or a folder of them. Without, inputs
             are made up from types and shapes, which shows that the result runs, but not what real values do.
         tolerance: the largest error allowed of any output, max |difference| / max(1, max |fp32 value|).
@@ -54,15 +54,18 @@ def convert(
     """
     started = time.perf_counter()
     profile = _targets.get(target) if target is not None else None
+    base = Policy() if policy is None else Policy.coerce(policy)
+    device = profile.device if profile is not None else None
+    if format is None:
+        asked = base.format_on(device)
+        format = "float16" if asked == "auto" else asked
     formats = _targets.choose_formats(format, profile)
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < float(tolerance) < float("inf")):
         raise ConversionError(f"tolerance: {tolerance!r} is no error to keep. Give a positive number such as 1e-2.")
     source = read(model)
-    base = Policy() if policy is None else Policy.coerce(policy)
     works = []
     for fmt in formats:
-        rules = replace(base, format=parse_format(fmt).long_name)
-        rules = rules.resolve(profile.device if profile is not None else None)
+        rules = base.in_format(parse_format(fmt).long_name).resolve(device)
         settings = {
             "format": format,
             "tolerance": repr(tolerance),

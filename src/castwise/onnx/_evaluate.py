@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from castwise.onnx._slots import ELEMENT
 from castwise.onnx._source import Weights
 from castwise.onnx._unmix import beside_twin, can_twin
 
-__all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "worst"]
+__all__ = ["Evaluator", "Outcome", "OutputError", "compare", "infer", "uncompared", "worst"]
 
 log = logging.getLogger("castwise.onnx")
 
@@ -52,6 +52,8 @@ class OutputError:
     absolute: float
     largest: float
     """max |fp32 value|."""
+    compared: bool = True
+    """Whether fp32 had a finite value there in any sample: without one, an error of 0 says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,25 @@ class Outcome:
 def worst(left: Outcome, right: Outcome) -> Outcome:
     """Two samples together."""
     outputs = tuple(
-        OutputError(a.name, max(a.error, b.error), max(a.absolute, b.absolute), max(a.largest, b.largest))
+        OutputError(
+            a.name,
+            max(a.error, b.error),
+            max(a.absolute, b.absolute),
+            max(a.largest, b.largest),
+            a.compared or b.compared,
+        )
         for a, b in zip(left.outputs, right.outputs, strict=True)
     )
     return Outcome(outputs, left.noise + right.noise)
+
+
+def uncompared(outputs: Iterable[OutputError]) -> list[str]:
+    """What is to be said of outputs in which there was nothing to compare."""
+    return [
+        f"output {output.name!r} is empty or not finite in fp32 in every sample: nothing was compared there"
+        for output in outputs
+        if not output.compared
+    ]
 
 
 def compare(names: Iterable[str], wanted: list[Any], got: list[Any], ignored: frozenset[str] = frozenset()) -> Outcome:
@@ -98,19 +115,20 @@ def _difference(name: str, want: Any, have: Any) -> tuple[OutputError, float]:
         parts = [_difference(name, a, b) for a, b in zip(want, have, strict=True)]
         found = [part[0] for part in parts] or [OutputError(name, 0.0, 0.0, 0.0)]
         biggest = max(found, key=lambda item: item.error)
-        return biggest, sum(part[1] for part in parts)
+        return replace(biggest, compared=any(item.compared for item in found)), sum(part[1] for part in parts)
     a, b = np.asarray(want), np.asarray(have)
     if a.dtype.kind in "OUS":
         same = np.array_equal(a, b)
         return OutputError(name, 0.0 if same else math.inf, 0.0, 0.0), 0.0
     if a.shape != b.shape:
         return OutputError(name, math.inf, math.inf, 0.0), math.inf
-    a, b = a.astype(np.complex128 if a.dtype.kind == "c" else np.float64), b.astype(np.float64)
+    exact = np.complex128 if a.dtype.kind == "c" else np.float64
+    a, b = a.astype(exact), b.astype(exact)
     finite = np.isfinite(a)
     if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return OutputError(name, math.inf, math.inf, 0.0), math.inf
     if not finite.any():
-        return OutputError(name, 0.0, 0.0, 0.0), 0.0
+        return OutputError(name, 0.0, 0.0, 0.0, compared=False), 0.0
     difference, largest = np.abs(a[finite] - b[finite]), float(np.abs(a[finite]).max())
     scale = max(1.0, largest)
     return (

@@ -14,7 +14,7 @@ import onnx
 from castwise.onnx import _targets
 from castwise.onnx._emulate import emulated, is_narrow
 from castwise.onnx._errors import ConversionError
-from castwise.onnx._evaluate import Outcome, OutputError, compare, infer, worst
+from castwise.onnx._evaluate import Outcome, OutputError, compare, infer, uncompared, worst
 from castwise.onnx._normalise import normalise
 from castwise.onnx._run import Runner
 from castwise.onnx._samples import Array, Feed, Samples, made_up
@@ -90,6 +90,7 @@ def verify(
             f"The models cannot be run here: {error}. Install onnxruntime, or give other inputs."
         ) from error
     assert total is not None
+    differences += uncompared(total.outputs)
     wanted = tolerance if tolerance is not None else asked
     return Verification(total.outputs, wanted, tuple(differences), len(samples), calibration is not None, made)
 

@@ -24,7 +24,7 @@ from castwise.onnx._capture import Captured, capture
 from castwise.onnx._constants import bring_masks_within_range, examine
 from castwise.onnx._emulate import emulated
 from castwise.onnx._errors import ConversionError
-from castwise.onnx._evaluate import Evaluator, infer
+from castwise.onnx._evaluate import Evaluator, infer, uncompared
 from castwise.onnx._explain import copied, is_product, named_in, reason
 from castwise.onnx._normalise import check, normalise, raise_opset
 from castwise.onnx._report import NodeRow, Report
@@ -359,6 +359,7 @@ class Work:
         products = captured.products()
         closed = [row.node for row in rows if row.node in captured.stays and is_product(row.op)]
         biggest = sorted(search.usual.items(), key=lambda item: -item[1])[:20]
+        self.notes += uncompared(search.outcome.outputs if search.outcome is not None else ())
         self.notes += _targets.advice(self.target, captured, sum(labels[op] for op in products))
         return Report(
             model=self.source.name,

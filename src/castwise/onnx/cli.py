@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from castwise._convert_cli import TO, asked_policy, check_report
 from castwise.onnx import TARGETS, convert, verify
 from castwise.onnx._errors import ConversionError
-from castwise.policy import LayerRule, Policy
 
 __all__ = ["add_arguments", "add_verify_arguments", "main", "main_verify"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``castwise convert``."""
-    parser.add_argument("input", type=Path, help="an ONNX model; its external data is found beside it")
+    parser.add_argument("input", type=Path, help="an ONNX model, or the folder of a SavedModel")
     parser.add_argument("output", type=Path, help="where to write the converted model")
-    parser.add_argument("--to", default="float16", help="float16, bfloat16 or auto (default: float16)")
+    parser.add_argument("--to", metavar="FORMAT", help=TO)
     parser.add_argument("--calibrate", type=Path, metavar="PATH", help="inputs: an .npz file or a folder of such files")
     parser.add_argument(
         "--tolerance", type=float, help="largest error of an output: max |difference| / max(1, max |fp32 value|)"
@@ -25,29 +25,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", action="append", default=[], metavar="GLOB", help="keep layers in fp32: a module path or node name"
     )
     parser.add_argument("--policy", type=Path, help="a policy file with more rules")
-    parser.add_argument("--target", choices=TARGETS, help="the runtime the model is for")
-    parser.add_argument("--change-io", action="store_true", help="let inputs and outputs change their types too")
-    parser.add_argument("--report", type=Path, help="write what was done, as .html or .json")
+    parser.add_argument("--target", choices=TARGETS, help="the runtime an ONNX model is for")
+    parser.add_argument(
+        "--change-io", action="store_true", help="let inputs and outputs of ONNX change their types too"
+    )
+    parser.add_argument("--report", type=Path, help="write what was done, as .html (ONNX) or .json")
 
 
 def main(args: argparse.Namespace) -> int:
     """Convert a model, write it and say what was done."""
     if args.output.resolve() == args.input.resolve():
         raise ConversionError(f"{args.output} is the input. Give the result another name.")
-    policy = Policy() if args.policy is None else Policy.load(args.policy)
-    kept = [LayerRule(glob, format="float32") for glob in args.keep]
-    data = policy.to_dict()
-    if kept:
-        policy = Policy.from_dict(
-            {**data, "layers": [*_layers(data), *({"match": r.match, "format": "float32"} for r in kept)]}
-        )
+    check_report(args.report, ".html", ".json")
     done = convert(
         args.input,
         format=args.to,
         calibration=args.calibrate,
         tolerance=args.tolerance,
         keep_io=not args.change_io,
-        policy=policy,
+        policy=asked_policy(args),
         target=args.target,
     )
     done.save(args.output)
@@ -55,11 +51,6 @@ def main(args: argparse.Namespace) -> int:
         done.report.save(args.report)
     print(done.report.summary())
     return 0
-
-
-def _layers(data: dict[str, object]) -> list[object]:
-    layers = data.get("layers", [])
-    return list(layers) if isinstance(layers, (list, tuple)) else []
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +61,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="largest error of an output (default: what it was converted for)"
     )
-    parser.add_argument("--target", choices=TARGETS, help="the runtime here, if it is not what the model was made for")
+    parser.add_argument("--target", choices=TARGETS, help="the runtime here, if an ONNX model was made for another")
 
 
 def main_verify(args: argparse.Namespace) -> int:

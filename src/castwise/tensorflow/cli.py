@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from castwise import _files
-from castwise.policy import Policy
+from castwise._convert_cli import asked_policy, check_report
 from castwise.tensorflow._errors import ConversionError
 from castwise.tensorflow.converting import convert, verify
 
@@ -16,36 +15,31 @@ __all__ = ["main", "main_verify"]
 
 def main(args: argparse.Namespace) -> int:
     """Convert a SavedModel, write it and say what was done."""
-    for option in ("target", "change_io"):
-        if getattr(args, option, None):
-            raise ConversionError(f"--{option.replace('_', '-')} is for ONNX models. Leave it out for a SavedModel.")
-    policy = Policy() if args.policy is None else Policy.load(args.policy)
-    if args.keep:
-        data = policy.to_dict()
-        layers = data.get("layers", [])
-        rules = [
-            *(layers if isinstance(layers, (list, tuple)) else []),
-            *({"match": k, "format": "float32"} for k in args.keep),
-        ]
-        policy = Policy.from_dict({**data, "layers": rules})
+    _refuse_those_of_onnx(args)
+    check_report(args.report, ".json")
     done = convert(
         args.input,
         args.output,
         format=args.to,
         calibration=args.calibrate,
         tolerance=args.tolerance,
-        policy=policy,
+        policy=asked_policy(args),
     )
     if args.report is not None:
-        if Path(args.report).suffix != ".json":
-            raise ConversionError("--report: of SavedModels it is written as .json.")
         _files.write_text(args.report, json.dumps(done.to_dict(), indent=1) + "\n")
     print(done.summary())
     return 0
 
 
+def _refuse_those_of_onnx(args: argparse.Namespace) -> None:
+    for option in ("target", "change_io"):
+        if getattr(args, option, None):
+            raise ConversionError(f"--{option.replace('_', '-')} is for ONNX models. Leave it out for a SavedModel.")
+
+
 def main_verify(args: argparse.Namespace) -> int:
     """Compare a converted SavedModel with its original. Exit status 1 where the tolerance is not kept."""
+    _refuse_those_of_onnx(args)
     errors, tolerance = verify(args.model, args.against, calibration=args.calibrate, tolerance=args.tolerance)
     for name, error in errors.items():
         print(f"{name}: error {error:.3g}")

@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from castwise.catalogue import load_catalogue
 from castwise.cost import Costs
 from castwise.errors import PlanError
 from castwise.formats import parse_format
+from castwise.graph import Graph
 from castwise.plan import solve
 from castwise.policy import Policy
 from castwise.risk import Risks
@@ -36,7 +37,7 @@ from ._errors import ConversionError
 from ._measure import kept_constants, unavailable, versions
 from ._plan import Plan
 from ._risk import measured_risks
-from ._rules import resolve
+from ._rules import device_here, resolve
 from ._samples import Feed, made_up, read, split
 from ._types import dtype_of
 from .autocast import autocast, is_polymorphic, results_of
@@ -109,7 +110,7 @@ def convert(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
-    format: str = "float16",
+    format: str | None = None,
     calibration: object = None,
     tolerance: float | None = None,
     policy: Policy | None = None,
@@ -119,7 +120,8 @@ def convert(
     Args:
         model: its folder.
         output: the folder to write, which must not exist. It appears when all is done and verified, or not at all.
-        format: "float16", "bfloat16", or "auto": what this device computes natively.
+        format: "float16", "bfloat16", or "auto": what this device computes natively. By default what the policy says
+            for this device, and float16 where it says nothing.
         calibration: inputs (name -> array): one set, several, an ``.npz`` file or a folder of such files. Some are held
             out to verify on. Without, inputs are made up, which shows that the result runs, but not what real values
             do.
@@ -133,7 +135,11 @@ def convert(
     source, target = Path(model), Path(output)
     if target.exists():
         raise ConversionError(f"{target} exists already. Give the result another name, or remove it.")
-    rules = resolve(replace(policy or Policy(), format=format if format == "auto" else parse_format(format).long_name))
+    base = policy or Policy()
+    if format is None:
+        asked = base.format_on(device_here())
+        format = "float16" if asked == "auto" else asked
+    rules = resolve(base.in_format(format if format == "auto" else parse_format(format).long_name))
     if is_wide(rules.low_format):
         raise ConversionError(
             f"format {format!r} lowers nothing on this device. Name the format of the device the model is for: "
@@ -363,8 +369,13 @@ class _Work:
             if not found.labels[at] and op.id in self.captured.ops and (not op.pin or op.id in self.captured.wide)
         }
         error = max(_error(written, self.signature, feed) for feed in self.held_out)
-        low = sum(bool(found.labels[at]) for at in products)
+        low = sum(bool(found.labels[at]) or _is_low(graph, at) for at in products)
         return SignatureReport(self.name, len(products), low, wide, error, self.trials)
+
+
+def _is_low(graph: Graph, at: int) -> bool:
+    """Whether an operation was written in 16 bits."""
+    return any(graph.tensors[tensor].format in _TOLERANCES for tensor in graph.ops[at].outputs)
 
 
 def _error(ours: Any, theirs: Any, feed: Feed) -> float:
