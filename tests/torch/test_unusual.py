@@ -18,9 +18,10 @@ from torch import Tensor, library, nn
 from torch.nn.functional import hardshrink, pad, threshold
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, PolicyError
 from castwise.policy import Policy
-from castwise.torch import autocast, is_autocast_enabled, register_op
+from castwise.torch import Amp, autocast, is_autocast_enabled, register_op
+from castwise.torch.autocast import _known
 
 LOWEST = torch.finfo(torch.float16).min
 
@@ -144,6 +145,17 @@ def test_a_used_model_that_holds_a_context_can_be_copied(way: Callable[[Any], An
     assert twin.context.rules is model.context.rules  # one table of decisions, not one per copy
 
 
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_amp_that_is_copied_says_what_to_copy_instead(way: Callable[[Any], Any]) -> None:
+    model = nn.Linear(4, 2)
+    amp = Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16")
+    with pytest.raises(CastwiseError, match=r"cannot be copied or pickled.*amp.save"):
+        way(amp)
+    model.held = [amp]  # type: ignore[assignment]
+    with pytest.raises(CastwiseError, match="hold it elsewhere"):
+        copy.deepcopy(model)
+
+
 def test_leaving_a_context_that_was_not_entered_says_so() -> None:
     context = autocast("cpu", torch.bfloat16)
     with pytest.raises(CastwiseError, match="has not entered it"):
@@ -223,3 +235,25 @@ def test_rounded_probabilities_are_told_once_with_a_rule_that_mends_them(
     with autocast("cpu", policy=Policy(format=dtype, ops={"sigmoid": "high"})):
         mended = torch.nn.BCELoss()(model(x), labels)
     torch.testing.assert_close(mended, torch.nn.BCELoss()(model(x), labels), rtol=2e-2, atol=0.0)
+
+
+# ---- devices that are not there --------------------------------------------------------------------------------------
+
+
+def test_a_device_type_that_is_none_is_refused_with_how_to_say_it() -> None:
+    for wrong in ("bfloat16", "gpu"):
+        with pytest.raises(PolicyError, match=rf"no type of device '{wrong}'.*Give the device first"):
+            autocast(wrong, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that CUDA is missing")
+def test_a_region_for_a_device_that_is_missing_is_told_once_and_an_island_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _known.cache_clear()
+    autocast("cuda", enabled=False)
+    assert not caplog.records
+    for _ in range(2):
+        autocast("cuda:0", dtype=torch.float16)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "has no cuda" in said and "not cast" in said

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from castwise.errors import CastwiseError
 from castwise.guard import Finding, Raised
 from castwise.policy import Policy
 from castwise.scaling import ScaleState
@@ -47,6 +48,13 @@ class Watched:
         if self._layers is not None:
             self._layers.remove()
         self._layers = LayerHooks(self.model, self.policy, self.device_type) if self.policy.layers else None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CastwiseError(
+            "Amp: it belongs to its model and its optimizer, and cannot be copied or pickled. Copy the model itself, "
+            "make another Amp for the copy, and keep a run by amp.save(path) or amp.state_dict(). Where the model holds "
+            "its Amp as an attribute, hold it elsewhere."
+        )
 
     def close(self) -> None:
         """Take the layer hooks off the model."""

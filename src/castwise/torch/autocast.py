@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import types
 from collections.abc import AsyncIterator, Callable, Generator
@@ -34,6 +35,8 @@ from ._traced import as_is, at_trace_time, traced_by_dynamo
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+log = logging.getLogger("castwise.torch.autocast")
+
 _NOTHING_KEPT = CastCache(capacity=0)
 
 
@@ -41,6 +44,25 @@ def default_device_type() -> str:
     """The device type of a region that names none: the accelerator if there is one, else "cpu"."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None else "cpu"
+
+
+@functools.cache
+def _known(device_type: str, enabled: bool) -> None:
+    """Refuse what is no type of device, and say once that a type is not there: a region for it casts nothing."""
+    try:
+        torch.device(device_type)
+    except RuntimeError as error:
+        raise PolicyError(
+            f"autocast: there is no type of device {device_type!r}. Give the device first, as in "
+            'autocast("cpu", dtype=torch.bfloat16); a preset or policy goes to policy=.'
+        ) from error
+    module: Any = getattr(torch, device_type, None)
+    if enabled and device_type != "cpu" and hasattr(module, "is_available") and not module.is_available():
+        log.warning(
+            "autocast: this machine has no %s, and what runs on the CPU is not cast in a region for it. Leave "
+            "device_type out for a region of the device that is there.",
+            device_type,
+        )
 
 
 def _dtype_policy(device_type: str, dtype: torch.dtype | None) -> Policy:
@@ -63,8 +85,9 @@ _RULES = types.SimpleNamespace()
 
 
 @at_trace_time
-def _named_rules(device_type: str, dtype: torch.dtype | None, policy: Any) -> str:
+def _named_rules(device_type: str, dtype: torch.dtype | None, policy: Any, enabled: bool) -> str:
     """The name in `_RULES` of the rules of an `autocast` call. A compiler evaluates this while tracing."""
+    _known(device_type, enabled)
     rules = _rules_of(device_type, dtype, policy)
     name = f"{device_type}_{id(rules)}"
     setattr(_RULES, name, rules)
@@ -129,7 +152,7 @@ class autocast:
         self.debug = debug
         self.log = log
         self.rules: Rules = getattr(
-            _RULES, _named_rules(self.device, dtype if enabled else None, policy if enabled else None)
+            _RULES, _named_rules(self.device, dtype if enabled else None, policy if enabled else None, enabled)
         )
         self._entered: list[tuple[int, Region]] = []
         self._traced: list[Region] = []
