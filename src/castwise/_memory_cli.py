@@ -162,6 +162,9 @@ def _resized(example: Any, samples: int, positions: int | None) -> Any:
 
     The first dimension counts samples; positions are the second dimension of whole numbers, and of what has three
     dimensions. What is as long as all positions of all samples together stays so.
+
+    Raises:
+        CastwiseError: there is no tensor, or positions were asked for and no tensor has any.
     """
     import torch
     from torch.utils._pytree import tree_leaves, tree_map
@@ -171,7 +174,10 @@ def _resized(example: Any, samples: int, positions: int | None) -> Any:
         raise CastwiseError("memory: the example batch has no tensor, so its size cannot be changed")
     old_samples, old_positions = first.shape[0], first.shape[1] if first.dim() > 1 else 1
 
+    has_positions = False
+
     def resized(x: Any) -> Any:
+        nonlocal has_positions
         if not isinstance(x, torch.Tensor) or not x.dim():
             return x
         shape = list(x.shape)
@@ -179,9 +185,15 @@ def _resized(example: Any, samples: int, positions: int | None) -> Any:
             shape[0] = samples
             along = len(shape) == 3 or (len(shape) == 2 and not x.is_floating_point())
             if positions is not None and along and shape[1] == old_positions:
-                shape[1] = positions
+                shape[1], has_positions = positions, True
         elif shape[0] == old_samples * old_positions:
             shape[0] = samples * (positions or old_positions)
         return torch.empty(shape, dtype=x.dtype)
 
-    return tree_map(resized, example)
+    given = tree_map(resized, example)
+    if positions is not None and not has_positions:
+        raise CastwiseError(
+            f"memory: the example batch, whose first tensor is of shape {tuple(first.shape)}, has no dimension of "
+            "positions. Leave out --seq and --largest seq: they are for sequences."
+        )
+    return given

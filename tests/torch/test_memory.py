@@ -306,3 +306,5 @@ def test_the_command_names_what_is_wrong(model_file: str, capsys: pytest.Capture
     assert "--batch" in capsys.readouterr().err
     assert main(["memory", model_file, "--batch", "1", "--precisions", "bf61"]) == 1
     assert "bf61" in capsys.readouterr().err
+    assert main(["memory", "digits", "--batch", "2", "--seq", "16"]) == 1
+    assert "no dimension of positions" in capsys.readouterr().err
