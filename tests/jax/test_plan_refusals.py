@@ -85,6 +85,22 @@ def test_a_function_whose_results_are_nothing_is_planned(f):
     assert not autocast(f, plan=decided)(W, X).any()
 
 
+def test_a_product_with_complex_numbers_is_pinned():
+    decided = plan(lambda w, x: jnp.abs((x + 1j) @ w), W, X, policy="bfloat16", device="h100", budget=0.1)
+    [product] = [op.id for op in decided.problem.graph.ops if op.name == "matmul"]
+    assert "complex64, which is left alone" in str(decided.explain(product))
+
+
+def test_side_effects_of_planning_are_announced(caplog):
+    def f(w, x):
+        jax.debug.callback(lambda _: None, x)
+        return x @ w
+
+    with caplog.at_level("WARNING", "castwise.jax.plan"):
+        plan(f, W, X, policy="bfloat16", device="h100")
+    assert "side effects" in caplog.text
+
+
 def test_gradients_without_a_scale_are_refused():
     with pytest.raises(PolicyError, match="not a LossScale"):
         value_and_grad(lambda w: w.sum())(W)

@@ -17,7 +17,7 @@ import numpy as np
 from castwise.errors import PolicyError
 from castwise.formats import NumberFormat, parse_format
 
-__all__ = ["CASTABLE", "dtype_of", "fits", "float_dtype", "format_name", "saturated", "widest"]
+__all__ = ["CASTABLE", "dtype_of", "fits", "float_dtype", "format_name", "left_alone", "saturated", "widest"]
 
 DType = np.dtype[Any]
 
@@ -57,6 +57,17 @@ def float_dtype(aval: Any) -> DType | None:
     """The dtype of an abstract value of real floating-point numbers; None for keys, integers, tokens and the like."""
     dtype = getattr(aval, "dtype", None)
     return dtype if isinstance(dtype, np.dtype) and dtype in _WIDTH else None
+
+
+def left_alone(eqn: Any, castable: frozenset[DType]) -> str:
+    """Why a product keeps the dtypes of its operands: with one of them, or its result, nobody may meddle; "" if not."""
+    most = max(dtype.itemsize for dtype in castable)
+    results = [np.dtype(var.aval.dtype) for var in eqn.outvars]
+    for dtype in (*(np.dtype(var.aval.dtype) for var in eqn.invars), *results):
+        wider = dtype.kind == "c" or (dtype.kind == "f" and dtype.itemsize > most)
+        if wider or (dtype in results and dtype not in castable):
+            return f"an operand or its result is {dtype.name}, which is left alone"
+    return ""
 
 
 def widest(dtypes: Iterable[DType]) -> DType:

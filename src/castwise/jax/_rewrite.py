@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 
 from castwise.policy import Rule
 
-from ._dtypes import CASTABLE, FP32, DType, fits, float_dtype, saturated, widest
+from ._dtypes import CASTABLE, FP32, DType, fits, float_dtype, left_alone, saturated, widest
 from ._layers import in_region, layer_path
 from ._params import holds_program, params_for, passes_through
 from ._rules import Choice, Chooser, contraction_length, demands
@@ -296,7 +296,7 @@ class Body:
         """The choice, once it is seen that a product asks for its precision, has nothing to sum, or is not all ours."""
         if "preferred_element_type" not in eqn.params:
             return choice
-        demand = demands(eqn.params) or self._left_alone(eqn)
+        demand = demands(eqn.params) or left_alone(eqn, self.rewriter.castable)
         if demand:
             return replace(choice, rule=None, reason=demand)
         if choice.rule is Rule.LOW:
@@ -306,16 +306,6 @@ class Body:
                     choice, rule=Rule.WIDEST, reason="it sums a single term: nothing to gain, digits to lose"
                 )
         return choice
-
-    def _left_alone(self, eqn: JaxprEqn) -> str:
-        """Why a product keeps the dtypes of its operands: with one of them, or its result, nobody may meddle."""
-        for var in (*eqn.invars, *eqn.outvars):
-            aval: Any = var.aval
-            dtype = np.dtype(aval.dtype)
-            wider = dtype.kind == "c" or (dtype.kind == "f" and dtype.itemsize > self.rewriter.wide.itemsize)
-            if wider or (var in eqn.outvars and self.rewriter.castable_dtype(aval) is None):
-                return f"an operand or its result is {dtype.name}, which is left alone"
-        return ""
 
     def _arithmetic(self, eqn: JaxprEqn, choice: Choice, values: list[Value], floats: list[Value]) -> None:
         if choice.rule is None:

@@ -24,7 +24,7 @@ from castwise._terms import wide_of
 from castwise.catalogue import OpClass, OpEntry, load_catalogue
 from castwise.graph import Graph, GraphBuilder, Kind
 
-from ._dtypes import BF16, FP16, FP32, FP64, DType, float_dtype, format_name
+from ._dtypes import BF16, FP16, FP32, FP64, DType, float_dtype, format_name, left_alone
 from ._layers import layer_path, source_line
 from ._rules import contraction_length, demands
 
@@ -246,7 +246,7 @@ class _Walker:
         shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
         terms = contraction_length(eqn.primitive.name, eqn.params, shapes)
         size = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-        pin = _pinned(entry, eqn, terms)
+        pin = _pinned(entry, eqn, terms, self.castable)
         split = "preferred_element_type" in eqn.params and not pin and self.wide_sums
         writes = [self.tensor(var.aval, Kind.ACTIVATION, repeats, requires_grad=True) for var in eqn.outvars]
         self.build.op(
@@ -370,7 +370,7 @@ def _passes_on(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
-def _pinned(entry: OpEntry | None, eqn: JaxprEqn, terms: int | None) -> str:
+def _pinned(entry: OpEntry | None, eqn: JaxprEqn, terms: int | None, castable: frozenset[DType]) -> str:
     """Why an equation keeps the dtypes it was written with; "" where it need not."""
     if entry is None:
         return f"{eqn.primitive.name} is not in the op catalogue"
@@ -380,8 +380,8 @@ def _pinned(entry: OpEntry | None, eqn: JaxprEqn, terms: int | None) -> str:
         return "its dtypes are part of what was written"
     if any(isinstance(value, Jaxpr | ClosedJaxpr) and _is_program(value) for value in _flat(eqn.params.values())):
         return "it holds a program that plans do not look into"
-    if "preferred_element_type" in eqn.params and demands(eqn.params):
-        return demands(eqn.params)
+    if "preferred_element_type" in eqn.params and (why := demands(eqn.params) or left_alone(eqn, castable)):
+        return why
     if terms == 1:
         return "it sums a single term: nothing to gain, digits to lose"
     return ""

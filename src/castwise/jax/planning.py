@@ -108,8 +108,9 @@ def plan(
     """Decide the format of every operation of ``fn`` together, for arguments like these.
 
     Args:
-        fn: any function that ``jax.jit`` could trace. To plan a training step with its backward pass, give the function
-            that returns the gradients; it need not be a network: solvers and simulations are functions too.
+        fn: any function that ``jax.jit`` could trace; it is run many times, callbacks included. To plan a training step
+            with its backward pass, give the function that returns the gradients; it need not be a network: solvers and
+            simulations are functions too.
         args: example arguments, with real values: what rounding does is measured on them. Later calls may have other
             sizes, as long as JAX traces the same operations for them.
         loss: of ``fn``'s result, a scalar: ``fn`` will be differentiated. Costs then count its backward pass.
@@ -155,6 +156,11 @@ def prepare(
             "its values are looked at."
         )
     closed: ClosedJaxpr = call.params["jaxpr"]
+    if closed.effects:
+        log.warning(
+            "The function has side effects (%s), and planning runs it many times: they happen each time",
+            ", ".join(sorted(map(str, closed.effects))),
+        )
     wanted = get_device(device) if isinstance(device, str) else device
     resolved = region.policy.resolve(wanted) if wanted is not None else resolve(region.policy)
     if resolved.layers:
