@@ -52,7 +52,7 @@ class Watched:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CastwiseError(
             "Amp: it belongs to its model and its optimizer, and cannot be copied or pickled. Copy the model itself, "
-            "make another Amp for the copy, and keep a run by amp.save(path) or amp.state_dict(). Where the model holds "
+            "make another Amp for the copy, and keep a run by amp.save(path) or amp.state_dict(). If the model holds "
             "its Amp as an attribute, hold it elsewhere."
         )
 
