@@ -158,11 +158,12 @@ class Watch(StopOnCollapse):
         now = time.perf_counter()
         self._since = (state.steps, now)
         optimizer = self.model.optimizer
+        good = {"train/grad_norm": optimizer.gradient_norm} if state.skipped < state.steps else {}
         return {
             "step": state.steps,
             "time": time.time(),
             "train/loss": loss,
-            "train/grad_norm": optimizer.gradient_norm,
+            **good,  # none is known before the first step that was taken
             "train/loss_scale": state.scale,
             "train/skipped_steps": state.skipped,
             "train/skip_rate": state.skipped / max(state.steps, 1),
