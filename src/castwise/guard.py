@@ -132,7 +132,8 @@ class Finding:
         small = ", a value too small for its format" if self.underflow else ""
         lower = f"; finite at a loss scale of {self.finite_scale:g}" if self.finite_scale is not None else ""
         reads = f", which read {self.reads}" if self.reads else ""
-        return f"{self.kind}{small}: {where}{reads}, {self.phase}{at}: {self.evidence}{lower}".rstrip(": ")
+        phase = "" if self.phase == "loss" and not self.source else f", {self.phase}"  # said in `home` already
+        return f"{self.kind}{small}: {where}{reads}{phase}{at}: {self.evidence}{lower}".rstrip(": ")
 
     @property
     def place(self) -> tuple[str, str, str, str]:

@@ -104,3 +104,14 @@ def test_loss_curves_are_read() -> None:
     assert [name for name, _ in trend_advice(swings)] == ["oscillation"]
     assert [name for name, _ in trend_advice([math.nan] * 80)] == ["not finite"]
     assert trend_advice(curve(0.05)[:20]) == []
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16"])
+def test_a_mean_over_no_labels_is_named_among_the_reasons_of_a_loss_that_is_nan(policy: str) -> None:
+    model = nn.Linear(4, 3)
+    amp = Amp(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    with amp:
+        loss = nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.full((5,), -100))
+    amp.step(loss)
+    said = str(amp.finding)
+    assert "labels that are all ignored" in said and said.count("loss") == 2

@@ -191,4 +191,6 @@ def outside(losses: Iterable[torch.Tensor], scale: float) -> Finding:
     values = [float(loss.detach()) for loss in losses if loss.numel() == 1]
     bad = [value for value in values if not math.isfinite(value)]
     evidence = f"the loss is {bad[0]}" if bad else "the loss is finite, its gradients are not"
+    if bad and math.isnan(bad[0]):
+        evidence += ", as a mean over nothing is: an empty batch, or labels that are all ignored"
     return Finding(kind=Kind.UNKNOWN, phase="loss", evidence=evidence, scale=scale)
