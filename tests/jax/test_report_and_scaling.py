@@ -27,6 +27,14 @@ def test_report_names_every_op_its_format_and_the_reason():
     assert all(op.reason for op in told.ops)
 
 
+def test_report_tells_what_a_region_inside_decided():
+    inner = autocast(_model, policy="float16")
+    told = report(autocast(lambda w, x: inner(w, x @ w), policy="bfloat16"), jnp.ones((4, 4)), jnp.ones((2, 4)))
+    products = [op for op in told.ops if op.primitive == "dot_general"]
+    assert [set(op.inputs) for op in products] == [{"bf16"}, {"fp16"}]
+    assert products[1].reason == "decided by a region of its own"
+
+
 def test_ten_thousand_random_transitions_under_jit_are_those_of_the_neutral_machine():
     knobs = {"init_scale": 1024.0, "growth_interval": 7, "hysteresis": 2, "min_scale": 4.0, "max_scale": 2.0**20}
     config = ScalingConfig(**knobs)

@@ -22,7 +22,8 @@ from castwise.policy import Rule
 from ._custom import custom_jvp_call, custom_vjp_call, custom_vmap_call
 from ._dtypes import DType, widest
 from ._layers import REGION
-from ._rewrite import Body
+from ._rewrite import Body, Rewriter
+from ._rules import Choice
 from ._values import InType, Rewritten, coerced
 
 __all__ = ["HANDLERS"]
@@ -45,6 +46,7 @@ def _call(key: str) -> Handler:
     def handler(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
         if str(eqn.params.get("name", "")).startswith(REGION):
             body.as_written(eqn)
+            _tell_of_region(body, _inside(eqn.params[key]), layer, f"{path}/")
             return
         values = [body.read(var) for var in eqn.invars]
         holder = eqn.params[key]
@@ -53,6 +55,19 @@ def _call(key: str) -> Handler:
         body.emit(eqn, [value.atom for value in values], done.out, params)
 
     return handler
+
+
+def _tell_of_region(body: Body, jaxpr: Jaxpr, layer: str, path: str) -> None:
+    """For reports: what a region inside this one computes, which it decided itself."""
+    rewriter = body.rewriter
+    if rewriter.records is not None:
+        types = [InType(rewriter.castable_dtype(var.aval)) for var in jaxpr.invars]
+        told = Rewriter(_decided_there, records=rewriter.records, castable=rewriter.castable, wide=rewriter.wide)
+        told.jaxpr(jaxpr, types, layer, path)
+
+
+def _decided_there(primitive: str, layer: str) -> Choice:
+    return Choice(primitive, None, reason="decided by a region of its own")
 
 
 def _scan(body: Body, eqn: JaxprEqn, layer: str, path: str) -> None:
