@@ -115,3 +115,32 @@ def test_a_mean_over_no_labels_is_named_among_the_reasons_of_a_loss_that_is_nan(
     amp.step(loss)
     said = str(amp.finding)
     assert "labels that are all ignored" in said and said.count("loss") == 2
+
+
+class _Summed(nn.Module):
+    """A variational autoencoder whose loss is a sum: its gradients need a loss scale of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        mean, log_variance = self.encode(x).chunk(2, -1)
+        seen = self.decode(mean + torch.exp(0.5 * log_variance) * noise)
+        divergence = 1 + log_variance - mean.square() - log_variance.exp()
+        return nn.functional.mse_loss(seen, x, reduction="sum") - 0.5 * divergence.sum()
+
+
+def test_a_run_is_not_stopped_while_a_lower_loss_scale_is_still_to_come() -> None:
+    torch.manual_seed(0)
+    model = _Summed()
+    amp = Amp(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "float16")
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(40):
+        x, noise = torch.randn(64, 8, generator=generator) * 5, torch.randn(64, 4, generator=generator)
+        with amp:
+            loss = model(x, noise)
+        if amp.step(loss).stepped:
+            losses.append(float(loss.detach()))
+    assert len(losses) >= 20 and losses[-1] < losses[0] / 1.5

@@ -206,7 +206,7 @@ class Guard:
             self._tell("backoff", f"gradients overflowed at a loss scale of {scale:g}", scale=scale)
             return None
         found = self._find(scale, scales, gradients, finite, healed)
-        return self._act(*found, scale=scale)
+        return self._act(*found, scale=scale, lower=bool(scales))
 
     def _find(
         self,
@@ -256,12 +256,16 @@ class Guard:
     ) -> tuple[Finding, Call | None] | None:
         return attribute(self._replay, calls, self.context, scale=scale, scales=scales, device_type=self.device_type)
 
-    def _act(self, finding: Finding, call: Call | None, *, scale: float) -> float | None:
+    def _act(self, finding: Finding, call: Call | None, *, scale: float, lower: bool) -> float | None:
         self.state, move = guard.decide(self.state, finding, self.config)
         if move.action is Action.RAISE:
             if self._raise(finding, call):
                 return scale  # it was not the scale's fault
-            self.state, stop = guard.helpless(self.state, self.config)
+            stop = False
+            if (
+                finding.phase != "backward" or not lower
+            ):  # else the loss scale, which goes down with each skip, may help
+                self.state, stop = guard.helpless(self.state, self.config)
             move = guard.Move(Action.STOP if stop else Action.SKIP, "raising layers to float32 does not help")
         if move.action is Action.LOWER:
             self._tell("lower_scale", f"loss scale lowered to {move.scale:g}: {move.reason}", scale=move.scale)
