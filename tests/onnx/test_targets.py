@@ -232,6 +232,17 @@ def test_where_there_was_nothing_to_compare_it_is_said(tmp_path):
         assert any("nothing was compared" in one for one in verify(done.model, source, calibration=feed).differences)
 
 
+def test_the_weights_of_the_model_that_is_read_are_never_overwritten(tmp_path, capsys):
+    source, data = _saved(tmp_path), tmp_path / "big.onnx.data"
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location=data.name, size_threshold=0)
+    before = data.read_bytes()
+    assert castwise.cli.main(["convert", str(source), str(data)]) == 1
+    assert "big.onnx.data holds the weights of model.onnx" in capsys.readouterr().err
+    with pytest.raises(ConversionError, match="not overwritten"):
+        convert(source).save(tmp_path / "big.onnx", external=True)
+    assert data.read_bytes() == before and not (tmp_path / "big.onnx").exists()
+
+
 def _saved(folder):
     weight = onnx.numpy_helper.from_array(np.eye(16, 4, dtype=np.float32), "w")
     model = onnx.parser.parse_model(

@@ -143,6 +143,45 @@ def test_the_format_is_that_of_the_policy_and_what_is_low_already_counts_as_low(
     assert again.signatures[0].products_low == once.signatures[0].products_low > 0
 
 
+class TwoSignatures(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = tf.Variable(tf.random.stateless_normal([16, 16], [1, 2]) / 4)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string), tf.TensorSpec([None, 16])])
+    def named(self, label, x):
+        return {"y": tf.nn.softmax(x @ self.w), "label": tf.strings.upper(label)}
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 16])])
+    def embed(self, x):
+        return {"h": tf.tanh(x @ self.w)}
+
+
+def test_signatures_with_inputs_of_their_own_share_samples_and_may_have_some_for_themselves(tmp_path):
+    model = TwoSignatures()
+    tf.saved_model.save(model, tmp_path / "in", signatures={"named": model.named, "embed": model.embed})
+    x = np.random.default_rng(0).normal(size=(4, 16)).astype("f")
+    samples = [{"label": np.array([b"a"] * 4, object), "x": x}, {"x": 3 * x}]
+    done = convert(tmp_path / "in", tmp_path / "out", format="bfloat16", calibration=samples)
+    assert [one.products_low for one in done.signatures] == [1, 1]
+    with pytest.raises(ConversionError, match="no input 'labels'"):
+        convert(tmp_path / "in", tmp_path / "other", calibration={"labels": samples[0]["label"], "x": x})
+    with pytest.raises(ConversionError, match="input 'label' is missing"):
+        convert(tmp_path / "in", tmp_path / "other", calibration={"x": x})
+
+
+def test_variables_of_tensorflow_1_are_refused_by_name(tmp_path):
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, [None, 4], "x")
+        y = x @ v1.get_variable("old", [4, 4], use_resource=False)
+        session.run(v1.global_variables_initializer())
+        v1.saved_model.simple_save(session, str(tmp_path / "in"), {"x": x}, {"y": y})
+    with pytest.raises(CastwiseError, match=r"'old'.*enable_resource_variables"):
+        convert(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_misuse_is_refused_and_nothing_is_written(saved, tmp_path, capsys):
     with pytest.raises(ConversionError, match=r"no saved_model\.pb"):
         convert(tmp_path, tmp_path / "out")

@@ -116,6 +116,11 @@ def assemble(source: Source, applied: Applied, fmt: str) -> onnx.ModelProto:
 def save(source: Source, applied: Applied, fmt: str, path: str | os.PathLike[str], external: bool) -> Path:
     """Write the result. With ``external``, weights go to ``<name>.data`` beside it, one after the other."""
     path = Path(path)
+    for written in (path, path.with_name(f"{path.name}.data")) if external else (path,):
+        if written.resolve() in source.files:
+            raise ConversionError(
+                f"{written} holds the weights of {source.name}, so it is not overwritten. Give the result another name."
+            )
     if not external:
         return _files.write_bytes(path, assemble(source, applied, fmt).SerializeToString())
     model = _bare(source, applied, fmt)

@@ -79,6 +79,8 @@ class Source:
     """Bytes of the stored initializers."""
     name: str = ""
     notes: list[str] = field(default_factory=list)
+    files: frozenset[Path] = frozenset()
+    """Where the values of external data lie."""
 
     @property
     def overridable(self) -> bool:
@@ -150,7 +152,14 @@ def _split(model: onnx.ModelProto, folder: Path | None, name: str) -> Source:
     for weight, (elem, shape) in weights.types.items():
         if weight not in inputs:
             skeleton.graph.input.append(onnx.helper.make_tensor_value_info(weight, elem, shape))
-    return Source(skeleton, weights, tuple(order), frozenset(inputs & set(weights)), size, name, notes)
+    listed = frozenset(inputs & set(weights))
+    return Source(skeleton, weights, tuple(order), listed, size, name, notes, _external_files(model, folder))
+
+
+def _external_files(model: onnx.ModelProto, folder: Path | None) -> frozenset[Path]:
+    tensors = [tensor for graph in (model.graph, *subgraphs(model.graph)) for tensor in graph.initializer]
+    places = {e.value for tensor in tensors for e in tensor.external_data if e.key == "location"}
+    return frozenset((folder / place).resolve() for place in places) if folder is not None else frozenset()
 
 
 def _is_large(tensor: onnx.TensorProto) -> bool:

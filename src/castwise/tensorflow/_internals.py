@@ -70,6 +70,11 @@ def ops_of(graph: Any) -> list[Any]:
                     "castwise.tensorflow does not rewrite. Build the model with "
                     "tf.compat.v1.enable_control_flow_v2()."
                 )
+            if any(tensor.dtype._is_ref_dtype for tensor in op.outputs):
+                raise PlanError(
+                    f"Node {op.name!r} of function {graph.name!r} is a {op.type}: a variable of TensorFlow 1, which a "
+                    "function cannot hold. Save the model again with tf.compat.v1.enable_resource_variables()."
+                )
             before = [t.op for t in op.inputs] + list(op.control_inputs)
             stack += [one for one in reversed(before) if one.name not in state and one.graph is graph]
     return ordered

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ _SEED, _OPEN = 20, 4
 _HELD_OUT = 4  # every fourth sample is kept for the verification
 
 
-def read(given: object, inputs: Mapping[str, Any]) -> list[Feed]:
+def read(given: object, inputs: Mapping[str, Any], others: Iterable[Collection[str]] = ()) -> list[Feed]:
     """The feeds of a mapping, a list of them, an ``.npz`` file or a folder of such files.
 
     Args:
         given: what the user gave.
         inputs: specifications by name.
+        others: inputs of each of the model's signatures. Samples may hold those of others too, or those alone.
 
     Raises:
         ConversionError: it is none of these, or does not fit the inputs.
@@ -33,7 +34,17 @@ def read(given: object, inputs: Mapping[str, Any]) -> list[Feed]:
     feeds = _feeds(given)
     if not feeds:
         raise ConversionError("calibration: there is no sample in it. Give at least one, or leave it out.")
-    return [_checked(feed, inputs, number) for number, feed in enumerate(feeds)]
+    every = [set(names) for names in others]
+    foreign = set().union(*every) - set(inputs)
+    numbered = [
+        (number, feed)
+        for number, feed in enumerate(feeds)
+        if set(inputs) <= set(feed) or not any(names <= set(feed) for names in every)
+    ] or list(enumerate(feeds))
+    return [
+        _checked({name: array for name, array in feed.items() if name not in foreign}, inputs, number)
+        for number, feed in numbered
+    ]
 
 
 def _feeds(given: object) -> list[Mapping[str, Any]]:

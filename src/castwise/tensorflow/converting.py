@@ -15,8 +15,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from castwise.plan import solve
 from castwise.policy import Policy
 from castwise.risk import Risks
 
+from ._conversion import Conversion, SignatureReport
 from ._errors import ConversionError
 from ._measure import kept_constants, unavailable, versions
 from ._plan import Plan
@@ -52,58 +52,6 @@ _RECORD = ("assets.extra", "castwise.json")
 # What one wide product, another wide op and one cast count for: few wide products first, then few casts.
 _WIDE_PRODUCT, _WIDE_OP, _CAST = 100.0, 1.0, 0.6
 _SAFETY, _MOST_TRIALS = 0.7, 8
-
-
-@dataclass(frozen=True)
-class SignatureReport:
-    """What was done to one signature."""
-
-    name: str
-    products: int
-    products_low: int
-    wide: Mapping[str, str]
-    """Operations with a choice that stayed in float32, and why."""
-    error: float
-    """On the samples held out, of the model as it was written to disk: max |difference| / max(1, max |fp32 value|)."""
-    trials: int
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What was done to a SavedModel."""
-
-    path: Path
-    format: str
-    tolerance: float
-    calibrated: bool
-    signatures: tuple[SignatureReport, ...]
-    left_out: tuple[str, ...]
-    """Functions of the model that are no signature and are not what one calls: they are not in the result."""
-
-    def summary(self) -> str:
-        """The conversion in a few lines."""
-        lines = [f"{self.path}: {self.format}, tolerance {self.tolerance:g}"]
-        for one in self.signatures:
-            lines.append(
-                f"  {one.name}: {one.products_low} of {one.products} products low, {len(one.wide)} other operations "
-                f"wide, error {one.error:.3g} on samples held out"
-            )
-        if not self.calibrated:
-            lines.append("  note: inputs were made up; give --calibrate to check on real ones")
-        if self.left_out:
-            lines.append(f"  note: left out, as no signature calls them: {', '.join(self.left_out)}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, object]:
-        """The conversion as plain data for JSON."""
-        return {
-            "format": self.format,
-            "tolerance": self.tolerance,
-            "calibrated": self.calibrated,
-            "versions": versions(),
-            "signatures": [{**vars(one), "wide": dict(one.wide)} for one in self.signatures],
-            "left_out": list(self.left_out),
-        }
 
 
 def convert(
@@ -151,8 +99,10 @@ def convert(
     if not 0 < allowed < float("inf"):
         raise ConversionError(f"tolerance: {tolerance!r} is no error to keep. Give a positive number such as 1e-2.")
     loaded = _loaded(source)
+    every = _all_inputs(loaded)
     works = [
-        _Work(name, signature, fmt, rules, allowed, calibration) for name, signature in dict(loaded.signatures).items()
+        _Work(name, signature, fmt, rules, allowed, calibration, every)
+        for name, signature in dict(loaded.signatures).items()
     ]
     plans = {work.name: work.run() for work in works}
     module, left_out = _module(loaded, works, plans)
@@ -198,10 +148,10 @@ def verify(
     record = Path(model).joinpath(*_RECORD)
     if tolerance is None and record.exists():
         tolerance = float(json.loads(record.read_text(encoding="utf-8"))["tolerance"])
-    errors = {}
+    errors, every = {}, _all_inputs(models[1])
     for name in theirs:
         inputs = _inputs(theirs[name])
-        feeds = read(calibration, inputs) if calibration is not None else [made_up(inputs)]
+        feeds = read(calibration, inputs, every) if calibration is not None else [made_up(inputs)]
         errors[name] = max(_error(ours[name], theirs[name], feed) for feed in feeds)
     return errors, tolerance
 
@@ -296,11 +246,19 @@ class _Work:
     """The conversion of one signature."""
 
     def __init__(
-        self, name: str, signature: Any, fmt: str, policy: Policy, tolerance: float, calibration: object
+        self,
+        name: str,
+        signature: Any,
+        fmt: str,
+        policy: Policy,
+        tolerance: float,
+        calibration: object,
+        every: Sequence[Collection[str]],
     ) -> None:
         self.name, self.signature, self.fmt, self.policy, self.tolerance = name, signature, fmt, policy, tolerance
         inputs = _inputs(signature)
-        feeds = read(calibration, inputs) if calibration is not None else [made_up(inputs, seed) for seed in (1, 2)]
+        given = calibration is not None
+        feeds = read(calibration, inputs, every) if given else [made_up(inputs, seed) for seed in (1, 2)]
         self.feeds, self.held_out = split(feeds)
         self.captured: Captured = capture(signature.graph, results_of(signature), name=name)
         self.trials = 0
@@ -371,6 +329,11 @@ class _Work:
         error = max(_error(written, self.signature, feed) for feed in self.held_out)
         low = sum(bool(found.labels[at]) or _is_low(graph, at) for at in products)
         return SignatureReport(self.name, len(products), low, wide, error, self.trials)
+
+
+def _all_inputs(loaded: Any) -> list[set[str]]:
+    """Names of the inputs of each signature."""
+    return [set(_inputs(signature)) for signature in dict(loaded.signatures).values()]
 
 
 def _is_low(graph: Graph, at: int) -> bool:
