@@ -243,6 +243,25 @@ def test_the_weights_of_the_model_that_is_read_are_never_overwritten(tmp_path, c
     assert data.read_bytes() == before and not (tmp_path / "big.onnx").exists()
 
 
+def test_calibration_files_that_are_no_npz_files_are_refused_by_name(tmp_path, capsys):
+    source, x = _saved(tmp_path), np.ones((2, 16), np.float32)
+    np.save(tmp_path / "single.npy", x)
+    (tmp_path / "text.npz").write_text("no archive")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    np.savez(tmp_path / "objects.npz", x=np.array([None, 1]))
+    np.savez(tmp_path / "whole.npz", x=x)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    (tmp_path / "damaged.npz").write_bytes(whole[:60] + b"\0" * 40 + whole[100:])
+    (tmp_path / "cut.npz").write_bytes(whole[:-30])
+    for name in ("single.npy", "text.npz", "empty.npz", "objects.npz", "damaged.npz", "cut.npz"):
+        data, out = tmp_path / name, tmp_path / "out.onnx"
+        assert castwise.cli.main(["convert", str(source), str(out), "--calibrate", str(data)]) == 1
+        said = capsys.readouterr().err
+        assert name in said and "numpy.savez" in said and "pickle" not in said and not out.exists()
+    assert castwise.cli.main(["convert", str(source), str(tmp_path)]) == 1
+    assert "is a folder" in capsys.readouterr().err
+
+
 def _saved(folder):
     weight = onnx.numpy_helper.from_array(np.eye(16, 4, dtype=np.float32), "w")
     model = onnx.parser.parse_model(

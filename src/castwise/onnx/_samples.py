@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 
+from castwise._npz import read_npz
 from castwise.errors import did_you_mean
 from castwise.onnx._errors import ConversionError
 
@@ -95,9 +96,8 @@ def _sources(given: object) -> list[Callable[[], Mapping[str, object]]]:
 def _reader(path: Path) -> Callable[[], Mapping[str, object]]:
     def read() -> Mapping[str, object]:
         try:
-            with np.load(path, allow_pickle=False) as data:
-                return {name: data[name] for name in data.files}
-        except (OSError, ValueError) as error:
+            return read_npz(path)
+        except ValueError as error:
             raise ConversionError(
                 f"calibration: {path} cannot be read ({error}). Write it with numpy.savez."
             ) from error

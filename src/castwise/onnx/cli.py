@@ -36,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
     """Convert a model, write it and say what was done."""
     if args.output.resolve() == args.input.resolve():
         raise ConversionError(f"{args.output} is the input. Give the result another name.")
+    if args.output.is_dir():
+        raise ConversionError(f"{args.output} is a folder. Give the name of a file to write.")
     check_report(args.report, ".html", ".json")
     done = convert(
         args.input,

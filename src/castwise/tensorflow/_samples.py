@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from castwise._npz import read_npz
 from castwise.errors import did_you_mean
 
 from ._errors import ConversionError
@@ -54,9 +55,8 @@ def _feeds(given: object) -> list[Mapping[str, Any]]:
         found = []
         for file in files:
             try:
-                with np.load(file, allow_pickle=False) as data:
-                    found.append({name: data[name] for name in data.files})
-            except (OSError, ValueError) as error:
+                found.append(read_npz(file))
+            except ValueError as error:
                 raise ConversionError(
                     f"calibration: {file} cannot be read ({error}). Write it with numpy.savez."
                 ) from error
