@@ -15,6 +15,7 @@ from torch import nn
 from castwise.policy import Policy
 
 from ._hooks import after_forward, before_forward
+from ._paths import paths_of
 from ._region import Region, current_region
 from ._rules import rules_for
 from ._traced import as_is, traced_by_dynamo
@@ -25,10 +26,9 @@ class LayerHooks:
 
     def __init__(self, model: nn.Module, policy: Policy, device_type: str) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        rules_at: dict[str, set[int]] = {path: set() for path in modules}
-        for number, covered in enumerate(policy.match_layers(modules)):
-            for path in covered:
-                rules_at[path].add(number)
+        written = paths_of(model)
+        matching = [frozenset(covered) for covered in policy.match_layers(dict.fromkeys(written.values()))]
+        rules_at = {path: {n for n, covered in enumerate(matching) if written[path] in covered} for path in modules}
         # A module that is used in several places has several paths; that with the most rules speaks for it.
         path_of: dict[nn.Module, str] = {}
         for path, module in modules.items():
@@ -43,7 +43,7 @@ class LayerHooks:
             if covering == parent or not covering or module in hooked:
                 continue
             hooked.add(module)
-            layer = representative.setdefault(covering, path_of[module])
+            layer = representative.setdefault(covering, written[path_of[module]])
             hook = _LayerHook(policy, device_type, layer)
             self._handles.append(before_forward(module, hook.enter, prepend=True))
             self._handles.append(after_forward(module, hook.leave, always_call=True))

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from . import _aten
+from ._paths import named_layers
 from .attribution_lines import of_program
 from .attribution_trace import Trace
 from .capture import flat_inputs
@@ -27,7 +28,7 @@ class PartsTrace(Trace):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, sources: Iterable[tuple[str, str, torch.Tensor]] = ()) -> None:
         super().__init__(model, sources)
-        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._paths = {id(module): path for path, module in named_layers(model)}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

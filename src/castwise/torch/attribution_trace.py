@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._hooks import after_forward, before_forward
+from ._paths import named_layers
 from .attribution_lines import line_of_hook, line_of_program
 from .attribution_trees import mapped, tensors_in
 from .attribution_values import (
@@ -161,7 +162,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- the modules that are running ----
 
     def _hook(self) -> None:
-        for path, module in self.model.named_modules():
+        for path, module in named_layers(self.model):
             enter = before_forward(module, _Enter(self, path), prepend=True)
             self._handles += [enter, after_forward(module, _Leave(self, path), always_call=True)]
 

@@ -26,6 +26,7 @@ from castwise.watch.comparison import Comparison, LayerDifference
 from ._casts import CastCache
 from ._hooks import after_forward, before_forward
 from ._layers import LayerHooks
+from ._paths import named_layers
 from ._region import Region
 from ._rules import rules_for
 from .attribution import Entering, float32_region
@@ -171,7 +172,7 @@ def _run(model: nn.Module, runner: Replay, call: Call, context: Context, step: S
         return hook
 
     handles: list[Any] = []
-    for path, module in model.named_modules():
+    for path, module in named_layers(model):
         handles.append(before_forward(module, begin))
         handles.append(after_forward(module, note(path), with_kwargs=True))
     try:

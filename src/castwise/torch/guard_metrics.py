@@ -11,6 +11,7 @@ from torch import nn
 from castwise.formats import NumberFormat
 
 from ._gradients import values_of
+from ._paths import named_layers
 from .look import Look
 
 __all__ = ["gradient_metrics", "initial_hazard", "look_metrics", "spoilt_statistics"]
@@ -31,7 +32,7 @@ def gradient_metrics(model: nn.Module, fmt: NumberFormat, scale: float) -> dict[
         scale: the loss scale.
     """
     found: dict[str, float] = {}
-    for path, module in model.named_modules():
+    for path, module in named_layers(model):
         values = values_of(p for p in module.parameters(recurse=False))
         if not values:
             continue

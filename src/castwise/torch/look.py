@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ._hooks import after_forward, before_forward
+from ._paths import named_layers
 from .attribution_lines import line_of_program
 from .attribution_trace import Trace
 from .attribution_trees import mapped, tensors_in
@@ -79,7 +80,7 @@ class Look(Trace):
         self._eager: Any = None
 
     def __enter__(self) -> Look:
-        for path, module in self.model.named_modules():
+        for path, module in named_layers(self.model):
             enter = before_forward(module, _Enter(self, path), prepend=True)
             self._handles += [enter, after_forward(module, _Leave(self, path), always_call=True)]
         if "torch._dynamo" in sys.modules:  # compiled code shows no kernels, and a full graph refuses to be watched
