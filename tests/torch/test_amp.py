@@ -666,3 +666,36 @@ def test_a_state_that_nothing_saved_is_refused(state: Any, said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         amp.load_state_dict(state)
     assert amp.loss_scale == 65536.0
+
+
+def test_backward_that_was_run_already_says_who_runs_it() -> None:
+    model = nn.Linear(4, 1)
+    amp = Amp(model, torch.optim.SGD(model.parameters()), "bfloat16")
+    with amp:
+        loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        amp.step(loss)
+    assert any("leave out loss.backward()" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_a_custom_backward_that_meets_two_formats_says_how_functions_are_decorated(policy: str) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return gradients[0] @ weight, gradients[0].t() @ x
+
+    model = nn.Linear(4, 3)
+    amp = Amp(model, torch.optim.SGD(model.parameters()), policy)
+    with amp:
+        loss = Product.apply(model(torch.ones(2, 4)), model.weight[:, :3]).square().mean()
+    with pytest.raises(RuntimeError) as caught:
+        amp.step(loss)
+    assert any("castwise.torch.custom_fwd" in note for note in caught.value.__notes__)

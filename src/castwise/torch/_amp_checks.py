@@ -10,6 +10,16 @@ import torch
 from castwise.errors import PolicyError
 from castwise.policy import WEIGHTS
 
+# What torch says of operands whose dtypes differ, in products, sums in place and checks of a Function's gradients.
+_TWO_FORMATS = (
+    "to have the same dtype",
+    "must have the same dtype",
+    "expected scalar type",
+    "should be the same",
+    "same data type",
+    "Found dtype",
+)
+
 
 def check(
     model: object, optimizer: object, scheduler: Any, accumulate: object, weights: str, narrow_gradients: bool
@@ -62,6 +72,25 @@ def check_loss(loss: object, method: str) -> None:
         raise PolicyError(
             f"Amp.{method}: loss needs no gradient: it was computed under no_grad, detached, or depends on nothing "
             "that is trained. Compute it with gradients enabled."
+        )
+
+
+def explain_backward(error: BaseException) -> None:
+    """Add to an error of backward what to do about it, where torch's own words do not say."""
+    words = str(error)
+    if not isinstance(error, RuntimeError):
+        return
+    if "backward through the graph a second time" in words:
+        error.add_note(
+            "Amp.step(loss) and Amp.backward(loss) run backward themselves: leave out loss.backward(), and give a loss "
+            "to one of the two alone. For losses that share a graph: Amp.backward(loss, retain_graph=True) for all but "
+            "the last."
+        )
+    elif any(part in words for part in _TWO_FORMATS):
+        error.add_note(
+            "A backward met tensors of two formats. If it is that of a torch.autograd.Function of your own, decorate "
+            "its forward with castwise.torch.custom_fwd and its backward with castwise.torch.custom_bwd: both then "
+            "compute in the region's formats, or with custom_fwd(cast_inputs=torch.float32) in float32."
         )
 
 

@@ -35,7 +35,7 @@ from castwise.plan import Plan
 from castwise.policy import Policy
 from castwise.scaling import ScaleState, initial_state, lower_scales, stalled_message, transition
 
-from ._amp_checks import check, check_clip_norm, check_loss
+from ._amp_checks import check, check_clip_norm, check_loss, explain_backward
 from ._amp_region import Entered, device_type_of
 from ._casts import CastCache
 from ._gradients import all_finite, clear, multiply, parameters_of, values_of
@@ -203,7 +203,8 @@ class Amp(Watched):
                 for observer in self._observers:
                     stack.enter_context(observer.backward(loss))
                 self._scaled(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException:
+        except BaseException as error:
+            explain_backward(error)
             if self._micro:
                 log.warning("backward raised: the %d micro-batches accumulated before it are dropped", self._micro)
             self._forget_gradients()

@@ -262,9 +262,7 @@ class Guard:
             if self._raise(finding, call):
                 return scale  # it was not the scale's fault
             stop = False
-            if (
-                finding.phase != "backward" or not lower
-            ):  # else the loss scale, which goes down with each skip, may help
+            if not (lower and finding.phase == "backward"):  # else the loss scale may help, lower with each skip
                 self.state, stop = guard.helpless(self.state, self.config)
             move = guard.Move(Action.STOP if stop else Action.SKIP, "raising layers to float32 does not help")
         if move.action is Action.LOWER:
