@@ -15,8 +15,7 @@ _TWO_FORMATS = (
     "to have the same dtype",
     "must have the same dtype",
     "expected scalar type",
-    "should be the same",
-    "same data type",
+    "and weight type",
     "Found dtype",
 )
 
